@@ -7,6 +7,7 @@ iterate over `CATALOGUE`.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -177,7 +178,7 @@ def loss_spec(name: str, **knobs: Any) -> LossSpec:
         raise ValueError(
             f"{unread[0]}: the loss {name!r} never reads it; it reads {', '.join(sorted(entry.knobs))}; remove the knob"
         )
-    changes = _band(knobs, entry.spec)
+    changes = _band(knobs)
     for key, value in knobs.items():
         parser = _PARSERS.get(key)
         if parser is not None:
@@ -188,11 +189,18 @@ def loss_spec(name: str, **knobs: Any) -> LossSpec:
         changes["kl_coef"] = 0.0
     if "reduction" in changes and changes["reduction"] != entry.spec.reduction:
         changes.setdefault("max_tokens", None)
-    return entry.spec.replace(**changes)
+    spec = entry.spec.replace(**changes)
+    if spec.kl != KL.NONE and spec.kl_coef == 0.0 and "kl_coef" not in knobs:
+        warnings.warn(f"kl: {knobs['kl']!r} is inert because kl_coef is 0; pass kl_coef", UserWarning, stacklevel=2)
+    return spec
 
 
-def _band(knobs: Mapping[str, Any], spec: LossSpec) -> dict[str, Any]:
-    """`epsilon_low/high` or `clip_low/high` to absolute bounds; a lone epsilon_low is symmetric."""
+def _band(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """`epsilon_low/high` or `clip_low/high` to absolute bounds.
+
+    A bound not named keeps the entry's default; `epsilon_high=None` beside an `epsilon_low` is symmetric;
+    None elsewhere, inf, and an `epsilon_low` of 1 or more (no ratio is negative) mean no bound.
+    """
     eps = {k: knobs[k] for k in ("epsilon_low", "epsilon_high") if k in knobs}
     clip = {k: knobs[k] for k in ("clip_low", "clip_high") if k in knobs}
     if eps and clip:
@@ -209,12 +217,11 @@ def _band(knobs: Mapping[str, Any], spec: LossSpec) -> dict[str, Any]:
         if value is not None and _number(key, value) < 0:
             raise ValueError(f"{key}: expected a distance >= 0 from ratio 1; got {value}")
     low, high = eps.get("epsilon_low"), eps.get("epsilon_high")
-    if low is not None:
-        bounds["clip_low"] = 1.0 - float(low)
-        if "epsilon_high" in eps and high is None:
-            high = low
-    if high is not None:
-        bounds["clip_high"] = 1.0 + float(high)
+    if "epsilon_low" in eps:
+        bounds["clip_low"] = -INF if low is None else 1.0 - float(low)
+    if "epsilon_high" in eps:
+        high = low if high is None else high
+        bounds["clip_high"] = INF if high is None else 1.0 + float(high)
     return bounds
 
 

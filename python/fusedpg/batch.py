@@ -1,0 +1,176 @@
+"""Arguments of the public ops, checked once and laid out as flat rows for the backends."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import validate
+from .ops import compute_dtype
+from .spec import Anchor, Level, LossSpec
+from .weights import Layout, Weights, inverse_denominator, token_weights
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Flat rows of one call: constants of stage B, weights, and how rows form sequences."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    weights: Weights
+    scale: Tensor
+    advantages: Tensor
+    logp_old: Tensor | None
+    logp_ref: Tensor | None
+    logp_rollout: Tensor | None
+    is_weights: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def streams(self) -> tuple[Tensor | None, ...]:
+        """The constants in the order of the backend functions."""
+        return (self.advantages, self.logp_old, self.logp_ref, self.logp_rollout, self.is_weights, self.cu_seqlens)
+
+
+def flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A constant as the kernels read it: detached, row-major, contiguous."""
+    return tensor.detach().to(dtype).reshape(-1).contiguous()
+
+
+def make_layout(base: Tensor, base_name: str, cu_seqlens: Tensor | None) -> Layout:
+    """How the tokens of `base`, (N,) or (B, T), form sequences."""
+    if base.ndim == 2:
+        if cu_seqlens is not None:
+            validate.check_cu_seqlens(cu_seqlens, base, base_name)
+        return Layout(base.shape[0], base.shape[1], True, None)
+    if cu_seqlens is not None:
+        validate.check_cu_seqlens(cu_seqlens, base, base_name)
+        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+    return Layout(1, base.shape[0], False, cu_seqlens)
+
+
+def flat_mask(mask: Tensor | None, base: Tensor, base_name: str) -> Tensor | None:
+    """The mask as flat rows, its values checked."""
+    if mask is None:
+        return None
+    validate.check_per_token("mask", mask, base_name, base, tuple(base.shape))
+    validate.check_mask_values("mask", mask)
+    return mask.detach().reshape(-1).contiguous()
+
+
+def make_batch(
+    spec: LossSpec,
+    base: Tensor,
+    base_name: str,
+    dtype: torch.dtype,
+    *,
+    logp_old: Tensor | None,
+    advantages: Tensor | float | None,
+    sequence_advantages: Tensor | None,
+    mask: Tensor | None,
+    logp_ref: Tensor | None,
+    logp_rollout: Tensor | None,
+    obs_mask: Tensor | None,
+    is_weights: Tensor | None,
+    cu_seqlens: Tensor | None,
+    normalizer: Tensor | float | None,
+) -> Batch:
+    """Check every per-token argument against `base` and flatten what the spec reads; the rest is not touched."""
+    if not isinstance(spec, LossSpec):
+        raise TypeError(
+            f"spec: expected a LossSpec; got {type(spec).__name__}; build one with fusedpg.loss_spec('ppo_clip', ...)"
+        )
+    dtype = compute_dtype(dtype)
+    layout = make_layout(base, base_name, cu_seqlens)
+    if spec.needs_sequences and not layout.padded and cu_seqlens is None:
+        raise ValueError(
+            f"cu_seqlens: the loss {spec.name!r} (level {spec.level.name.lower()}, reduction {spec.reduction!r}) works on "
+            "sequences and expects their boundaries for packed input; got None; pass cumulative lengths of shape (S+1,)"
+        )
+    if obs_mask is not None:
+        raise ValueError(f"obs_mask: the loss {spec.name!r} has no observation term and never reads it; got a tensor; drop it")
+
+    def stream(name: str, tensor: Tensor | None, needed: bool) -> Tensor | None:
+        if not needed:
+            return None
+        if tensor is None:
+            raise ValueError(f"{name}: the loss {spec.name!r} reads it (see its kl and anchor); got None; pass the log-probs")
+        validate.check_per_token(name, tensor, base_name, base, tuple(base.shape))
+        return flat(tensor, dtype)
+
+    _say_on_policy(spec, logp_old)
+    rows_mask = flat_mask(mask, base, base_name)
+    weights = token_weights(
+        rows_mask, layout, spec.reduction, spec.max_tokens, dtype=dtype, device=base.device
+    )
+    if normalizer is not None:
+        _check_normalizer(normalizer)
+    return Batch(
+        shape=tuple(base.shape),
+        layout=layout,
+        weights=weights,
+        scale=inverse_denominator(weights.weight, normalizer),
+        advantages=_advantages(spec, base, base_name, layout, advantages, sequence_advantages, dtype),
+        logp_old=stream("logp_old", logp_old, spec.anchor == Anchor.OLD and logp_old is not None),
+        logp_ref=stream("logp_ref", logp_ref, spec.needs_logp_ref),
+        logp_rollout=stream("logp_rollout", logp_rollout, spec.needs_logp_rollout),
+        is_weights=stream("is_weights", is_weights, is_weights is not None),
+        cu_seqlens=layout.boundaries(base.device) if spec.level != Level.TOKEN else None,
+    )
+
+
+def _advantages(
+    spec: LossSpec,
+    base: Tensor,
+    base_name: str,
+    layout: Layout,
+    advantages: Tensor | float | None,
+    sequence_advantages: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    if (advantages is None) == (sequence_advantages is None):
+        got = "neither" if advantages is None else "both"
+        raise ValueError(
+            f"advantages: expected exactly one of advantages (one value a token) and sequence_advantages (one a "
+            f"sequence); got {got}"
+        )
+    if sequence_advantages is not None:
+        if not layout.padded and layout.cu_seqlens is None:
+            raise ValueError(
+                "sequence_advantages: packed input needs cu_seqlens to tell the sequences apart; got None; pass cu_seqlens"
+            )
+        count = layout.batch if layout.cu_seqlens is None else layout.cu_seqlens.numel() - 1
+        validate.check_sequence_values("sequence_advantages", sequence_advantages, count, base)
+        return layout.spread(sequence_advantages.detach().to(dtype))
+    if isinstance(advantages, (int, float)):
+        return torch.full((base.numel(),), float(advantages), dtype=dtype, device=base.device)
+    validate.check_per_token("advantages", advantages, base_name, base, tuple(base.shape))
+    if spec.level == Level.SEQUENCE:
+        raise ValueError(
+            f"advantages: the loss {spec.name!r} has one ratio a sequence and expects one advantage a sequence; got one "
+            "value a token; pass sequence_advantages of shape (S,), or use 'gspo_token'"
+        )
+    return flat(advantages, dtype)  # type: ignore[arg-type]
+
+
+def _say_on_policy(spec: LossSpec, logp_old: Tensor | None) -> None:
+    reads_ratio = spec.surrogate.name != "REINFORCE"
+    if logp_old is None and spec.anchor == Anchor.OLD and reads_ratio and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"logp_old: got None, so the loss {spec.name!r} runs on-policy: every ratio is exactly 1 and its gradient that "
+            "of the log-probability; pass logp_old, or say so with loss_spec(..., anchor='self')",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _check_normalizer(normalizer: Any) -> None:
+    if isinstance(normalizer, Tensor):
+        if normalizer.numel() != 1:
+            raise ValueError(f"normalizer: expected one number; got shape {tuple(normalizer.shape)}; sum it first")
+    else:
+        validate.check_positive("normalizer", normalizer)

@@ -1,0 +1,377 @@
+"""The public ops: log-probabilities and policy losses from logits or from log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, ops, reference, validate
+from .batch import Batch, flat, flat_mask, make_batch
+from .metrics import SUM_NAMES, Metrics
+from .spec import Level, LossSpec
+
+
+@dataclass(frozen=True)
+class LogprobOutput:
+    """Per-token results in the shape of `targets`, fp32 (fp64 for fp64 logits), differentiable."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    backend: str
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One policy loss; see `policy_loss_from_logits` for the fields."""
+
+    loss: Tensor
+    numerator: Tensor
+    weight: Tensor
+    logp: Tensor
+    entropy: Tensor | None
+    per_token: Tensor
+    metrics: Metrics
+    backend: str
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+    backend: str = "auto",
+) -> LogprobOutput:
+    """Log-probability (and entropy) of each target, in fp32, with one read of the logits.
+
+    Equals `torch.log_softmax(z.float(), -1).gather(-1, targets[..., None]).squeeze(-1)` with
+    `z = softcap*tanh(logit_scale*logits/softcap)/temperature`, without allocating anything of the logits' size.
+
+    Args:
+        logits: (N, V) or (B, T, V), fp32, bf16, fp16 or fp64, any strides; differentiable. `logits[i]` scores
+            `targets[i]`: nothing is shifted.
+        targets: token ids (N,) or (B, T), int32 or int64. Masked places may hold anything, -100 included.
+        mask: targets' shape, bool or float weights in [0, 1]; where it is 0 the logits are never read, the results are
+            0 and so are the gradients. None selects all.
+        temperature: a number > 0, or a tensor of targets' shape.
+        softcap: soft cap of the logits, applied after the scale and before the temperature; None is off.
+        logit_scale: multiplies the logits first.
+        return_entropy: also the entropy (nats) of the same tempered distribution, differentiable.
+        backend: "auto", "cpu", "triton" or "reference".
+
+    Returns:
+        `LogprobOutput(logp, entropy, backend)`. A row with NaN, +inf or no finite logit gives NaN, as log_softmax does.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name. On a GPU an unmasked id
+            outside the vocabulary gives NaN instead (no synchronisation), or raises with FUSEDPG_DEBUG=1.
+    """
+    rows_mask, logit_map = _check_rows(logits, targets, mask, temperature, softcap, logit_scale)
+    active = None if rows_mask is None else rows_mask != 0
+    _check_ids(targets, active, logits)
+    name = dispatch.resolve(backend, logits.device, logits.dtype)
+    ids = targets.reshape(-1).to(torch.int64).contiguous()
+    if name == "reference":
+        logp, entropy = _reference_logprobs(logits, ids, active, logit_map, return_entropy)
+    else:
+        logp, entropy, _, _ = ops.logprob(_rows3d(logits), ids, active, *logit_map, return_entropy, name)
+    shape = targets.shape
+    return LogprobOutput(logp.view(shape), entropy.view(shape) if return_entropy else None, name)  # type: ignore[union-attr]
+
+
+def policy_loss_from_logits(
+    spec: LossSpec,
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    logp_old: Tensor | None = None,
+    advantages: Tensor | float | None = None,
+    sequence_advantages: Tensor | None = None,
+    mask: Tensor | None = None,
+    logp_ref: Tensor | None = None,
+    logp_rollout: Tensor | None = None,
+    obs_mask: Tensor | None = None,
+    is_weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    inplace: bool = False,
+    return_entropy: bool = False,
+    metrics: str = "full",
+    backend: str = "auto",
+) -> LossOutput:
+    """A policy loss and its gradient straight from logits.
+
+    Equals `policy_loss(spec, token_logprobs(logits, targets).logp, ...)`; a token-level loss reads the logits once and
+    writes their gradient once, in forward; a sequence-level one reads them twice.
+
+    Args:
+        spec: from `fusedpg.loss_spec` or `fusedpg.CATALOGUE`.
+        logits: (N, V) packed or (B, T, V) padded; the only differentiable argument.
+        targets: token ids (N,) or (B, T); `logits[i]` scores `targets[i]`.
+        logp_old: log-probs of the policy that the ratio is anchored on, targets' shape, any float dtype. None runs
+            on-policy (ratio exactly 1) and says so with a warning.
+        advantages: targets' shape (any dtype), or one number for all tokens.
+        sequence_advantages: (S,), instead of `advantages`; what a sequence-level loss takes.
+        mask: targets' shape, bool, or weights in [0, 1]: selects where nonzero, weighs by its value. None is all ones.
+        logp_ref: reference log-probs, read when the spec has a KL term on `ref`.
+        logp_rollout: log-probs of the sampling engine, read when the spec's anchor or KL target is `rollout`.
+        obs_mask: refused by every loss without an observation term.
+        is_weights: targets' shape; a constant factor on the policy term (0 drops the token from it).
+        cu_seqlens: (S+1,) int32 or int64, the boundaries of packed sequences.
+        normalizer: one number that divides the numerator instead of the local weight.
+        temperature, softcap, logit_scale: as in `token_logprobs`.
+        inplace: let the gradient overwrite the logits' memory (one backward; eager only).
+        return_entropy: also return the entropy of each row.
+        metrics: "full" or "none".
+        backend: "auto", "cpu", "triton" or "reference".
+
+    Returns:
+        LossOutput with `loss` (0-d, differentiable: numerator / (normalizer or weight), exactly 0 and connected when
+        that is 0), `numerator` and `weight` (0-d, detached: sums of both over micro-batches and ranks give the unsplit
+        loss), `logp`, `entropy`, `per_token` (targets' shape, detached; `per_token` carries no weight), `metrics` and
+        `backend`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
+    """
+    rows_mask, logit_map = _check_rows(logits, targets, mask, temperature, softcap, logit_scale)
+    batch = make_batch(
+        spec,
+        targets,
+        "targets",
+        logits.dtype,
+        logp_old=logp_old,
+        advantages=advantages,
+        sequence_advantages=sequence_advantages,
+        mask=mask,
+        logp_ref=logp_ref,
+        logp_rollout=logp_rollout,
+        obs_mask=obs_mask,
+        is_weights=is_weights,
+        cu_seqlens=cu_seqlens,
+        normalizer=normalizer,
+    )
+    _check_metrics(metrics)
+    _check_ids(targets, None if rows_mask is None else rows_mask != 0, logits)
+    if inplace:
+        validate.check_inplace(logits)
+    name = dispatch.resolve(backend, logits.device, logits.dtype)
+    ids = targets.reshape(-1).to(torch.int64).contiguous()
+    want_entropy = return_entropy or spec.entropy_coef != 0.0
+    if name == "reference":
+        if inplace:
+            raise ValueError("inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option")
+        logp, entropy = _reference_logprobs(logits, ids, batch.weights.w != 0, logit_map, want_entropy)
+        loss, per_token, sums = _reference_loss(spec, logp, entropy, batch)
+    else:
+        # fp16 gradients keep their range only when the upstream factor (a loss scale) is known before the rounding;
+        # a traced graph plans its own memory
+        early = spec.level == Level.TOKEN and logits.dtype != torch.float16 and not torch.compiler.is_compiling()
+        form_grad = early and logits.requires_grad and torch.is_grad_enabled()
+        args = (ids, batch.weights.w, batch.scale, *batch.streams, *logit_map, want_entropy)
+        if inplace:
+            out = ops.InplaceLoss.apply(_rows3d(logits), form_grad, spec.encode(), *args, name)
+            loss, logp, entropy, per_token, sums = out  # type: ignore[misc]
+        else:
+            out = ops.logits_loss(spec.encode(), _rows3d(logits), *args, form_grad, name)
+            loss, logp, entropy, _, _, per_token, _, _, sums, _ = out
+    return _output(spec, batch, name, loss, logp, entropy if want_entropy else None, per_token, sums, metrics, return_entropy)
+
+
+def policy_loss(
+    spec: LossSpec,
+    logp: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    logp_old: Tensor | None = None,
+    advantages: Tensor | float | None = None,
+    sequence_advantages: Tensor | None = None,
+    mask: Tensor | None = None,
+    logp_ref: Tensor | None = None,
+    logp_rollout: Tensor | None = None,
+    obs_mask: Tensor | None = None,
+    is_weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    metrics: str = "full",
+    backend: str = "auto",
+) -> LossOutput:
+    """A policy loss from log-probabilities, for trainers that hand over `logp`.
+
+    Equals, for `ppo_clip` with `token-mean`,
+    `(torch.max(-A*r, -A*r.clamp(1-eps, 1+eps))*mask).sum()/mask.sum()` with `r = (logp - logp_old).exp()`.
+
+    Args:
+        spec: from `fusedpg.loss_spec` or `fusedpg.CATALOGUE`.
+        logp: (N,) packed or (B, T) padded, any float dtype; differentiable.
+        entropy: same shape, differentiable; read when the spec has an entropy bonus, and for the metric.
+        logp_old, advantages, sequence_advantages, mask, logp_ref, logp_rollout, obs_mask, is_weights, cu_seqlens,
+        normalizer, metrics, backend: as in `policy_loss_from_logits`.
+
+    Returns:
+        LossOutput, with `logp` and `entropy` the detached inputs.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
+    """
+    if not isinstance(logp, Tensor) or logp.dtype not in validate.FLOATS or logp.ndim not in (1, 2):
+        got = f"{logp.dtype} {tuple(logp.shape)}" if isinstance(logp, Tensor) else type(logp).__name__
+        raise TypeError(f"logp: expected a float tensor of shape (N,) or (B, T); got {got}")
+    batch = make_batch(
+        spec,
+        logp,
+        "logp",
+        logp.dtype,
+        logp_old=logp_old,
+        advantages=advantages,
+        sequence_advantages=sequence_advantages,
+        mask=mask,
+        logp_ref=logp_ref,
+        logp_rollout=logp_rollout,
+        obs_mask=obs_mask,
+        is_weights=is_weights,
+        cu_seqlens=cu_seqlens,
+        normalizer=normalizer,
+    )
+    _check_metrics(metrics)
+    if entropy is not None:
+        validate.check_per_token("entropy", entropy, "logp", logp, tuple(logp.shape))
+        if not entropy.is_floating_point():
+            raise TypeError(f"entropy: expected a float tensor; got {entropy.dtype}; cast with .float()")
+    elif spec.entropy_coef != 0.0:
+        raise ValueError(
+            f"entropy: the loss {spec.name!r} has entropy_coef={spec.entropy_coef} and reads it; got None; "
+            "pass token_logprobs(..., return_entropy=True).entropy"
+        )
+    name = dispatch.resolve(backend, logp.device, logp.dtype)
+    dtype = batch.weights.w.dtype
+    rows = logp.to(dtype).reshape(-1).contiguous()
+    row_entropy = None if entropy is None else entropy.to(dtype).reshape(-1).contiguous()
+    if name == "reference":
+        loss, per_token, sums = _reference_loss(spec, rows, row_entropy, batch)
+    else:
+        out = ops.token_loss(spec.encode(), rows, row_entropy, batch.weights.w, batch.scale, *batch.streams, name)
+        loss, per_token, _, _, sums = out
+    return _output(spec, batch, name, loss, rows, row_entropy, per_token, sums, metrics, entropy is not None)
+
+
+# ------------------------------------------------------------------ shared pieces
+
+
+def _check_rows(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """The flat mask and the logit map (row_temperature, temperature, softcap or 0, logit_scale)."""
+    validate.check_targets(targets)
+    validate.check_logits(logits, targets)
+    validate.check_temperature(temperature, targets)
+    scale = validate.check_positive("logit_scale", logit_scale)
+    cap = 0.0 if softcap is None else validate.check_positive("softcap", softcap)
+    rows_mask = flat_mask(mask, targets, "targets")
+    if isinstance(temperature, Tensor):
+        return rows_mask, (flat(temperature, ops.compute_dtype(logits.dtype)), 1.0, cap, scale)
+    return rows_mask, (None, float(temperature), cap, scale)
+
+
+def _check_ids(targets: Tensor, active: Tensor | None, logits: Tensor) -> None:
+    validate.check_target_range(targets, None if active is None else active.view(targets.shape), logits.shape[-1])
+
+
+def _check_metrics(metrics: str) -> None:
+    if metrics not in ("full", "none"):
+        raise ValueError(f"metrics: expected 'full' or 'none'; got {metrics!r}")
+
+
+def _rows3d(logits: Tensor) -> Tensor:
+    """(B, T, V) with unit stride along the vocabulary; a copy only where that stride is not 1."""
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    return logits if logits.ndim == 3 else logits.unsqueeze(0)
+
+
+def _reference_logprobs(
+    logits: Tensor, ids: Tensor, active: Tensor | None, logit_map: tuple[Any, ...], want_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    row_temperature, temperature, softcap, logit_scale = logit_map
+    rows = logits.reshape(-1, logits.shape[-1])
+    if active is None:
+        active = torch.ones_like(ids, dtype=torch.bool)
+    t = temperature if row_temperature is None else row_temperature
+    return reference.logprobs(rows, ids, active, t, softcap, logit_scale, want_entropy)
+
+
+def _reference_loss(
+    spec: LossSpec, logp: Tensor, entropy: Tensor | None, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor]:
+    segment, count = None, 0
+    if spec.level != Level.TOKEN:
+        assert batch.cu_seqlens is not None
+        count = batch.cu_seqlens.numel() - 1
+        rows = torch.arange(batch.layout.tokens, device=logp.device)
+        segment = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
+    tokens = reference.Tokens(
+        batch.weights.w,
+        batch.advantages,
+        batch.logp_old,
+        batch.logp_ref,
+        batch.logp_rollout,
+        batch.is_weights,
+        segment,
+        count,
+    )
+    numerator, per_token, sums = reference.token_loss(spec, logp, entropy, tokens)
+    leaf = logp.detach().requires_grad_()
+    with torch.enable_grad():
+        again, _, _ = reference.token_loss(spec, leaf, None if entropy is None else entropy.detach(), tokens)
+    (c,) = torch.autograd.grad(again, leaf)
+    sums["active"] = (c != 0).sum().to(numerator.dtype)
+    return numerator * batch.scale, per_token, torch.stack([sums[name].detach() for name in SUM_NAMES])
+
+
+def _output(
+    spec: LossSpec,
+    batch: Batch,
+    backend: str,
+    loss: Tensor,
+    logp: Tensor,
+    entropy: Tensor | None,
+    per_token: Tensor,
+    sums: Tensor,
+    metrics: str,
+    return_entropy: bool,
+) -> LossOutput:
+    shape = batch.shape
+    vector = Metrics.empty()
+    if metrics == "full":
+        vector = Metrics.from_sums(
+            sums,
+            batch.weights.weight,
+            batch.weights.sequences,
+            has_kl=spec.has_kl,
+            has_entropy=entropy is not None,
+            has_is=batch.is_weights is not None,
+        )
+    return LossOutput(
+        loss=loss,
+        numerator=sums[0].detach(),
+        weight=batch.weights.weight,
+        logp=logp.detach().view(shape),
+        entropy=entropy.detach().view(shape) if entropy is not None and return_entropy else None,
+        per_token=per_token.detach().view(shape),
+        metrics=vector,
+        backend=backend,
+    )

@@ -1,0 +1,293 @@
+"""The native kernels as `torch.library` custom operators: schemas, fakes and autograd formulas.
+
+Every operator takes flat rows: `logits` is (B, T, V) with any row strides, per-row tensors are (B*T,). The string
+`backend` names the module that runs (`fusedpg.dispatch.native`); the operators themselves know no device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .metrics import NSUMS
+
+_MAP = "Tensor? row_temperature, float temperature, float softcap, float logit_scale"
+_STREAMS = (
+    "Tensor advantages, Tensor? logp_old, Tensor? logp_ref, Tensor? logp_rollout, Tensor? is_weights, Tensor? cu_seqlens"
+)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 is computed in fp64, everything else in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(like: Tensor, dtype: torch.dtype, present: bool = True) -> Tensor:
+    rows = like.shape[0] * like.shape[1] if like.ndim == 3 else like.shape[0]
+    return like.new_empty(rows if present else 0, dtype=dtype)
+
+
+# ------------------------------------------------------------------ A: log-probabilities
+
+
+@torch.library.custom_op(
+    "fusedpg::logprob",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor targets, Tensor? active, {_MAP}, bool want_entropy, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def logprob(
+    logits: Tensor, targets: Tensor, active: Tensor | None, *map_entropy: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logp, entropy or empty, row_max, log_sum), each (N,)."""
+    *logit_map, want_entropy, backend = map_entropy
+    return dispatch.native(backend).logprob_forward(logits, targets, active, *logit_map, want_entropy)
+
+
+@logprob.register_fake
+def _(logits: Tensor, targets: Tensor, active: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    dtype = compute_dtype(logits.dtype)
+    want_entropy = rest[-2]
+    return (_rows(logits, dtype), _rows(logits, dtype, want_entropy), _rows(logits, dtype), _rows(logits, dtype))
+
+
+@torch.library.custom_op(
+    "fusedpg::logprob_grad",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, Tensor row_max, Tensor log_sum, Tensor? entropy, Tensor c, Tensor? e, "
+    f"{_MAP}, str backend) -> Tensor",
+)
+def logprob_grad(logits: Tensor, *args: Any) -> Tensor:
+    """C: d logits (B, T, V) from `c` = dL/dlogp and `e` = dL/dentropy."""
+    *inputs, backend = args
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dispatch.native(backend).logprob_backward(logits, *inputs, out)
+    return out
+
+
+@logprob_grad.register_fake
+def _(logits: Tensor, *args: Any) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _save_logprob(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, targets, active, row_temperature, *numbers, want_entropy, backend = inputs
+    _, entropy, row_max, log_sum = output
+    ctx.mark_non_differentiable(row_max, log_sum)
+    if not want_entropy:
+        ctx.mark_non_differentiable(entropy)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets, active, row_temperature, row_max, log_sum, entropy)
+    ctx.plain = (*numbers, backend)
+    ctx.want_entropy = want_entropy
+
+
+def _backward_logprob(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    logits, targets, active, row_temperature, row_max, log_sum, entropy = ctx.saved_tensors
+    none = (None,) * 8
+    if not ctx.want_entropy:
+        g_entropy = None
+    if g_logp is None and g_entropy is None:
+        return (None, *none)
+    c = _selected(g_logp, active, row_max)
+    e = None if g_entropy is None else _selected(g_entropy, active, row_max)
+    h = None if e is None else entropy
+    return (logprob_grad(logits, targets, row_max, log_sum, h, c, e, row_temperature, *ctx.plain), *none)
+
+
+def _selected(upstream: Tensor | None, active: Tensor | None, like: Tensor) -> Tensor:
+    """The upstream gradient as the kernels take it: flat, contiguous, 0 where masked whatever came."""
+    if upstream is None:
+        return torch.zeros_like(like)
+    upstream = upstream.to(like.dtype).contiguous()
+    return upstream if active is None else torch.where(active, upstream, 0.0)
+
+
+logprob.register_autograd(_backward_logprob, setup_context=_save_logprob)
+
+
+# ------------------------------------------------------------------ B: the loss from log-probabilities
+
+
+@torch.library.custom_op(
+    "fusedpg::token_loss",
+    mutates_args=(),
+    schema=f"(float[] spec, Tensor logp, Tensor? entropy, Tensor w, Tensor scale, {_STREAMS}, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def token_loss(
+    spec: list[float], logp: Tensor, entropy: Tensor | None, w: Tensor, scale: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, per_token, c, e or empty, sums); loss = numerator*scale, c and e are not scaled."""
+    *streams, backend = args
+    per_token, c, e, sums = dispatch.native(backend).token_loss(spec, logp, entropy, w, *streams)
+    return sums[0] * scale, per_token, c, e, sums
+
+
+@token_loss.register_fake
+def _(
+    spec: list[float], logp: Tensor, entropy: Tensor | None, w: Tensor, scale: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    like = torch.empty_like
+    return (like(scale), like(logp), like(logp), _rows(logp, logp.dtype, spec[18] != 0), logp.new_empty(NSUMS))
+
+
+def _save_token_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, per_token, c, e, sums = output
+    ctx.mark_non_differentiable(per_token, c, e, sums)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(c, e, inputs[4])
+
+
+def _backward_token_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    c, e, scale = ctx.saved_tensors
+    if g_loss is None:
+        return (None,) * 12
+    factor = g_loss * scale
+    d_entropy = _scaled(e, factor) if ctx.needs_input_grad[2] and e.numel() == c.numel() else None
+    return (None, _scaled(c, factor), d_entropy, *(None,) * 9)
+
+
+def _scaled(c: Tensor, factor: Tensor) -> Tensor:
+    """c*factor, and 0 where c is 0 whatever the factor."""
+    return torch.where(c == 0, 0.0, c * factor)
+
+
+token_loss.register_autograd(_backward_token_loss, setup_context=_save_token_loss)
+
+
+# ------------------------------------------------------------------ A + B (+ C): the loss from logits
+
+
+@torch.library.custom_op(
+    "fusedpg::logits_loss",
+    mutates_args=(),
+    schema=f"(float[] spec, Tensor logits, Tensor targets, Tensor w, Tensor scale, {_STREAMS}, {_MAP}, bool want_entropy, "
+    "bool form_grad, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def logits_loss(spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any) -> tuple[Any, ...]:
+    """(loss, logp, entropy, row_max, log_sum, per_token, c, e, sums, d logits or empty).
+
+    With `form_grad` the gradient (times scale) is written while each row is hot: one read and one write of the
+    logits. Without it, backward computes the gradient from the saved statistics: two reads and one write.
+    """
+    *rest, form_grad, backend = args
+    grad = torch.empty(logits.shape if form_grad else 0, dtype=logits.dtype, device=logits.device)
+    out = dispatch.native(backend).loss_forward(spec, logits, targets, w, scale, *rest, grad if form_grad else None)
+    return (out[7][0] * scale, *out, grad)
+
+
+@logits_loss.register_fake
+def _(spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any) -> tuple[Any, ...]:
+    want_entropy, form_grad = args[-3] or spec[18] != 0, args[-2]
+    row = lambda present=True: _rows(logits, scale.dtype, present)  # noqa: E731
+    return (
+        torch.empty_like(scale),
+        row(),
+        row(want_entropy),
+        row(),
+        row(),
+        row(),
+        row(),
+        row(spec[18] != 0),
+        scale.new_empty(NSUMS),
+        torch.empty(logits.shape if form_grad else 0, dtype=logits.dtype, device=logits.device),
+    )
+
+
+def _save_logits_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, targets, scale, row_temperature = inputs[1], inputs[2], inputs[4], inputs[11]
+    _, logp, entropy, row_max, log_sum, per_token, c, e, sums, grad = output
+    ctx.mark_non_differentiable(logp, entropy, row_max, log_sum, per_token, c, e, sums, grad)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets, scale, row_temperature, row_max, log_sum, entropy, c, e)
+    ctx.plain = (*inputs[12:15], inputs[17])
+    ctx.grad = grad if inputs[16] else None
+
+
+def _backward_logits_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    none = (None,) * 16
+    if g_loss is None:
+        return (None, None, *none)
+    logits, targets, scale, row_temperature, row_max, log_sum, entropy, c, e = ctx.saved_tensors
+    grad, ctx.grad = ctx.grad, None
+    if grad is not None:  # handed out once; a retained graph computes the next one afresh
+        return (None, rescale_(grad, g_loss, ctx.plain[-1]), *none)
+    factor = g_loss * scale
+    c, h, e = _scaled_pair(c, e, entropy, factor)
+    return (None, logprob_grad(logits, targets, row_max, log_sum, h, c, e, row_temperature, *ctx.plain), *none)
+
+
+def _scaled_pair(
+    c: Tensor, e: Tensor, entropy: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(c, entropy or None, e or None), scaled: what `logprob_grad` takes."""
+    if e.numel() != c.numel() or e.numel() == 0:
+        return _scaled(c, factor), None, None
+    return _scaled(c, factor), entropy, _scaled(e, factor)
+
+
+logits_loss.register_autograd(_backward_logits_loss, setup_context=_save_logits_loss)
+
+
+def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
+    """`grad *= factor` for a gradient that is ours; nothing is touched for the usual factor 1."""
+    if grad.device.type == "cpu":
+        value = float(factor)
+        return grad if value == 1.0 else grad.mul_(value)
+    dispatch.native(backend).rescale_(grad, factor)
+    return grad
+
+
+class InplaceLoss(torch.autograd.Function):
+    """`logits_loss` whose gradient overwrites the caller's logits; eager only, one backward.
+
+    The version counter of the logits rises with the write, so autograd refuses any backward that still needs their
+    values.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, form_grad: bool, spec: list[float], *args: Any) -> tuple[Tensor, ...]:
+        """(loss, logp, entropy, per_token, sums)."""
+        targets, w, scale, *rest, backend = args
+        values = logits.detach()
+        out = dispatch.native(backend).loss_forward(
+            spec, values, targets, w, scale, *rest, values if form_grad else None
+        )
+        logp, entropy, row_max, log_sum, per_token, c, e, sums = out
+        if form_grad:
+            torch.autograd.graph.increment_version(logits)
+        ctx.mark_non_differentiable(logp, entropy, per_token, sums)
+        ctx.values, ctx.formed, ctx.backend = logits if not form_grad else values, form_grad, backend
+        ctx.version = logits._version
+        ctx.stats = (targets, row_max, log_sum, c, e, entropy, scale, rest[6:10])
+        return sums[0] * scale, logp, entropy, per_token, sums
+
+    @staticmethod
+    def backward(ctx: Any, g_loss: Tensor, *_: Any) -> tuple[Any, ...]:
+        """The gradient in the memory of the logits."""
+        values, ctx.values = ctx.values, None
+        if values is None:
+            raise RuntimeError(
+                "inplace: expected one backward; got a second one; the first wrote the gradient over the logits; "
+                "pass inplace=False to keep the graph"
+            )
+        if values._version != ctx.version:
+            raise RuntimeError(
+                "inplace: expected the logits untouched between the loss and its backward; got modified memory; "
+                "pass inplace=False"
+            )
+        if ctx.formed:
+            grad = rescale_(values, g_loss, ctx.backend)
+        else:
+            targets, row_max, log_sum, c, e, entropy, scale, logit_map = ctx.stats
+            grad = values.detach()
+            c, h, e = _scaled_pair(c, e, entropy, g_loss * scale)
+            native = dispatch.native(ctx.backend)
+            native.logprob_backward(grad, targets, row_max, log_sum, h, c, e, *logit_map, grad)
+            torch.autograd.graph.increment_version(values)
+        return (grad, *(None,) * (len(ctx.needs_input_grad) - 1))
