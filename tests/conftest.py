@@ -1,0 +1,48 @@
+"""Backends under test. Without a GPU the Triton kernels run in the interpreter, which must be chosen before import."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+
+from fusedpg import dispatch
+
+#: native backends that run on this machine, on the device that `backend_device` names
+NATIVE = ("cpu", "triton")
+
+
+def backend_device(backend: str) -> torch.device:
+    """Triton tests use the GPU where there is one, else CPU tensors under the interpreter."""
+    return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["reference", *NATIVE])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend, the reference included."""
+    return _available(request.param)
+
+
+@pytest.fixture(params=NATIVE)
+def native_backend(request: pytest.FixtureRequest) -> str:
+    """The compiled core and the Triton kernels."""
+    return _available(request.param)
+
+
+def _available(name: str) -> str:
+    if name != "reference":
+        reason = dispatch.unavailable(name)
+        assert reason is None, f"the {name} backend must run on a test machine: {reason}"
+    return name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, in the open, on a machine without one."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
