@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each creates .venv when there is none and installs the package, compiled core included, into it.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.fusedpg-installed
+WORKERS ?= auto
+NATIVE := $(shell find csrc CMakeLists.txt setup.py -type f 2>/dev/null)
+
+.PHONY: demo test sweep bench lint format gpu-check clean
+
+demo: $(STAMP)
+	$(BIN)/python -m fusedpg demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not sweep and not gpu" $(ARGS)
+
+# the wide parity and compile matrices
+sweep: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "sweep and not gpu" $(ARGS)
+
+# every test that needs a device, then the interpreter-free kernels on it
+gpu-check: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m fusedpg bench $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.h' -o -name '*.cpp')
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp')
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info python/*.egg-info python/fusedpg/*.so

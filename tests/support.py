@@ -1,0 +1,152 @@
+"""Random batches, the fp64 truth, and error budgets measured on the same inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from conftest import backend_device
+from torch import Tensor
+
+import fusedpg
+from fusedpg.spec import Level, LossSpec
+
+F32 = torch.finfo(torch.float32).eps
+
+#: the plain, KL and entropy variants of a loss; each KL row is another estimator, ratio weight or clamp
+TERMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "k3": {"kl": "k3", "kl_coef": 0.1},
+    "k1-live": {"kl": "k1", "kl_coef": 0.2, "kl_ratio": "live"},
+    "k3-live-clamped": {"kl": "k3", "kl_coef": 0.3, "kl_ratio": "live", "kl_clamp": (0.0, 0.05), "kl_log_ratio_clamp": 0.4},
+    "k2-detached": {"kl": "k2", "kl_coef": 0.3, "kl_ratio": "detached"},
+    "abs": {"kl": "abs", "kl_coef": 0.1},
+    "k3+": {"kl": "k3+", "kl_coef": 0.1},
+    "k1-rollout": {"kl": "k1", "kl_coef": 0.1, "kl_target": "rollout"},
+    "entropy": {"entropy_coef": 0.05},
+    "k3-entropy": {"kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05},
+}
+
+
+def spec_for(name: str, reduction: str, terms: str) -> LossSpec:
+    """A catalogue entry with one reduction and one set of terms; grpo's own KL counts as a term."""
+    knobs: dict[str, Any] = {"reduction": reduction, **TERMS[terms]}
+    if reduction == "seq-mean-token-sum-norm":
+        knobs["max_tokens"] = 7
+    if "kl" not in knobs:
+        knobs["kl"] = None
+    return fusedpg.loss_spec(name, **knobs)
+
+
+@dataclass
+class Case:
+    """One batch in the storage dtype, with holes in the mask and rubbish behind it."""
+
+    logits: Tensor
+    targets: Tensor
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+LENGTHS = (5, 0, 1, 6, 3)
+
+
+def make_case(
+    spec: LossSpec, *, dtype: torch.dtype, packed: bool, vocab: int = 37, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
+) -> Case:
+    """A ragged batch: a hole in one sequence, an empty one, a fully masked one; NaN and inf at masked places."""
+    g = torch.Generator().manual_seed(seed)
+    if packed:
+        shape: tuple[int, ...] = (sum(lengths),)
+    else:
+        shape = (len(lengths), max(lengths))
+    rand = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)  # noqa: E731
+    logits = (2.0 * rand(*shape, vocab)).to(dtype)
+    targets = torch.randint(0, vocab, shape, generator=g)
+    mask = torch.rand(shape, generator=g) > 0.25
+    if packed:
+        cu = torch.tensor([0, *lengths]).cumsum(0)
+    else:
+        mask &= torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
+        cu = None
+    logp = torch.log_softmax(logits.double(), -1).gather(-1, targets[..., None])[..., 0]
+    streams = {
+        "logp_old": (logp + 0.3 * rand(*shape)).float(),
+        "logp_ref": (logp + 0.5 * rand(*shape)).float(),
+        "logp_rollout": (logp + 0.2 * rand(*shape)).float(),
+    }
+    for i, stream in enumerate(streams.values()):
+        stream[~mask] = (torch.nan, torch.inf, -torch.inf)[i]
+    logits[~mask] = torch.nan
+    targets[~mask] = -100
+    kwargs: dict[str, Any] = {**streams, "mask": mask, "cu_seqlens": cu}
+    if spec.level == Level.SEQUENCE:
+        kwargs["sequence_advantages"] = rand(len(lengths)).float()
+    else:
+        kwargs["advantages"] = rand(*shape).float()
+    return Case(logits, targets, kwargs)
+
+
+@dataclass
+class Result:
+    """What one call computed, as fp64 on the CPU."""
+
+    values: dict[str, Tensor]
+    grad: Tensor
+    output: Any
+
+
+def run(spec: LossSpec, case: Case, backend: str, *, upstream: float = 1.0, double: bool = False, **extra: Any) -> Result:
+    """Loss and gradient of one case on one backend; `double` casts the stored inputs to fp64 first."""
+    device = backend_device(backend)
+    logits = case.logits.to(device)
+    logits = (logits.double() if double else logits.clone()).requires_grad_()
+    kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in {**case.kwargs, **extra}.items()}
+    out = fusedpg.policy_loss_from_logits(spec, logits, case.targets.to(device), backend=backend, **kwargs)
+    (out.loss * upstream).backward()
+    values = {
+        "loss": out.loss,
+        "numerator": out.numerator,
+        "weight": out.weight,
+        "logp": out.logp,
+        "per_token": out.per_token,
+        **{f"metric:{k}": v for k, v in out.metrics.items()},
+    }
+    if out.entropy is not None:
+        values["entropy"] = out.entropy
+    assert logits.grad is not None
+    return Result(
+        {k: v.detach().double().cpu() for k, v in values.items()}, logits.grad.double().cpu(), out
+    )
+
+
+def truth(spec: LossSpec, case: Case, **extra: Any) -> Result:
+    """The fp64 reference on the stored inputs."""
+    return run(spec, case, "reference", double=True, **extra)
+
+
+def rounding(spec: LossSpec, case: Case, **extra: Any) -> Result:
+    """The same formulas in fp32: what ordinary rounding costs on these inputs."""
+    return run(spec, replace(case, logits=case.logits.float()), "reference", **extra)
+
+
+def assert_agrees(got: Result, want: Result, fp32: Result, dtype: torch.dtype, label: str = "") -> None:
+    """Errors stay within twice the fp32 error measured on the same inputs, plus one storage rounding of the gradient.
+
+    The floor of a few fp32 units covers inputs on which fp32 happens to be exact.
+    """
+    for name, expected in want.values.items():
+        measured = (fp32.values[name] - expected).abs().max() if expected.numel() else torch.tensor(0.0)
+        scale = expected.abs().max() if expected.numel() else torch.tensor(0.0)
+        budget = 2 * measured + 8 * F32 * (1 + scale)
+        actual = got.values[name]
+        assert actual.shape == expected.shape, f"{label} {name}: shape {actual.shape} against {expected.shape}"
+        error = (actual - expected).abs().max() if expected.numel() else torch.tensor(0.0)
+        assert error <= budget, f"{label} {name}: error {error:.3e} over budget {budget:.3e} ({actual} against {expected})"
+    if want.grad.numel() == 0:
+        return
+    stored = (want.grad.to(dtype).double() - want.grad).abs().max()
+    measured = (fp32.grad - want.grad).abs().max()
+    budget = 2 * (stored + measured) + 4 * F32 * want.grad.abs().max()
+    error = (got.grad - want.grad).abs().max()
+    assert error <= budget, f"{label} gradient: error {error:.3e} over budget {budget:.3e}"

@@ -1,0 +1,114 @@
+"""Every catalogue entry x reduction x dtype x layout x terms on every native backend, against the fp64 reference."""
+
+import itertools
+
+import pytest
+import torch
+from support import TERMS, assert_agrees, make_case, rounding, run, spec_for, truth
+
+import fusedpg
+from fusedpg.spec import REDUCTIONS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FULL = list(itertools.product(fusedpg.CATALOGUE, REDUCTIONS, DTYPES, (False, True), TERMS))
+#: a thirteenth of the matrix: 13 shares no factor with the sizes of the axes, so every value of each axis and most pairs occur
+QUICK = FULL[::13]
+ISAS = ("generic", "v2", "v3", "v4")
+
+
+def ident(case: tuple) -> str:
+    name, reduction, dtype, packed, terms = case
+    return f"{name}-{reduction}-{str(dtype)[6:]}-{'packed' if packed else 'padded'}-{terms}"
+
+
+def check(case: tuple, backend: str, **extra: object) -> None:
+    name, reduction, dtype, packed, terms = case
+    spec = spec_for(name, reduction, terms)
+    batch = make_case(spec, dtype=dtype, packed=packed, seed=FULL.index(case))
+    want, fp32 = truth(spec, batch, **extra), rounding(spec, batch, **extra)
+    assert_agrees(run(spec, batch, backend, **extra), want, fp32, dtype, ident(case))
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    from fusedpg import cpu
+
+    if request.param not in cpu.available_isas():
+        pytest.skip(f"this processor does not run the {request.param} build")
+    monkeypatch.setenv("FUSEDPG_CPU_ISA", request.param)
+    assert cpu.isa() == request.param
+    return request.param
+
+
+def test_quick_subset_covers_every_axis():
+    for axis, values in enumerate((fusedpg.CATALOGUE, REDUCTIONS, DTYPES, (False, True), TERMS)):
+        assert {case[axis] for case in QUICK} == set(values)
+
+
+@pytest.mark.parametrize("name", fusedpg.CATALOGUE)
+def test_cpu_parity(name: str, isa: str):
+    for case in FULL:
+        if case[0] == name:
+            check(case, "cpu")
+
+
+@pytest.mark.parametrize("case", QUICK, ids=ident)
+def test_triton_parity(case: tuple):
+    check(case, "triton")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", [c for c in FULL if c not in QUICK], ids=ident)
+def test_triton_parity_full(case: tuple):
+    check(case, "triton")
+
+
+@pytest.mark.parametrize("terms", ["plain", "k3-entropy"])
+@pytest.mark.parametrize("name", fusedpg.CATALOGUE)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"temperature": 0.7, "return_entropy": True},
+        {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3, "return_entropy": True},
+        {"normalizer": 11.0},
+    ],
+    ids=["temperature", "softcap", "normalizer"],
+)
+def test_options(name: str, terms: str, extra: dict, native_backend: str):
+    case = (name, "token-mean", torch.float32, True, terms)
+    check(case, native_backend, **extra)
+
+
+def test_row_temperature_fractional_mask_and_is_weights(native_backend: str):
+    for name in fusedpg.CATALOGUE:
+        spec = spec_for(name, "seq-mean-token-mean", "k3-entropy")
+        batch = make_case(spec, dtype=torch.float32, packed=False, seed=5)
+        mask = batch.kwargs["mask"].float() * (0.25 + 0.75 * torch.rand(batch.targets.shape))
+        extra = {
+            "mask": mask,
+            "temperature": 0.5 + torch.rand(batch.targets.shape),
+            "is_weights": torch.rand(batch.targets.shape) * (torch.rand(batch.targets.shape) > 0.3),
+        }
+        want, fp32 = truth(spec, batch, **extra), rounding(spec, batch, **extra)
+        assert_agrees(run(spec, batch, native_backend, **extra), want, fp32, torch.float32, name)
+
+
+def test_a_wrong_term_is_caught(monkeypatch: pytest.MonkeyPatch):
+    """The harness can fail: a reference with one sign flipped in the KL gradient disagrees with the kernel."""
+    from fusedpg import reference
+    from fusedpg.spec import KL
+
+    monkeypatch.setitem(reference._ESTIMATORS, KL.K3, lambda d: d.exp() - d - 1)
+    with pytest.raises(AssertionError, match="over budget"):
+        check(("grpo", "token-mean", torch.float32, True, "k3"), "cpu")
+
+
+def test_cpu_fp64_equals_the_reference():
+    """fp64 logits are computed in fp64 by the compiled core."""
+    for name, terms, packed in itertools.product(fusedpg.CATALOGUE, TERMS, (False, True)):
+        spec = spec_for(name, "seq-mean-token-mean", terms)
+        batch = make_case(spec, dtype=torch.float64, packed=packed, seed=3)
+        got, want = run(spec, batch, "cpu"), truth(spec, batch)
+        for key, value in want.values.items():
+            torch.testing.assert_close(got.values[key], value, rtol=1e-12, atol=1e-12, msg=f"{name} {terms} {key}")
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-11, atol=1e-13, msg=f"{name} {terms} gradient")
