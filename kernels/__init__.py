@@ -1,0 +1,1 @@
+"""Triton kernels. `fusedpg.gpu` launches them; nothing here imports anything of fusedpg but the codes of `spec`."""

@@ -1,0 +1,95 @@
+"""Launch shapes: block sizes, warps, grids. Nothing here depends on N or V, so one compilation serves every shape."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# which optional tensors a launch really has, one bit each: a missing one costs no compilation of its own
+HAS_W = 1
+HAS_ROW_TEMPERATURE = 2
+HAS_SCALE = 4
+HAS_LOGP_OLD = 8
+HAS_LOGP_REF = 16
+HAS_LOGP_ROLLOUT = 32
+HAS_IS_WEIGHTS = 64
+HAS_ENTROPY = 128
+
+#: Arguments that are never specialised: every integer (N, V, strides may be anything) and every per-token tensor (a
+#: view at an odd address must not recompile). The logits and their gradient are: their alignment decides load widths.
+RUNTIME = [
+    *("T", "V", "N", "S", "stride_b", "stride_t", "out_stride_b", "out_stride_t", "shift", "out_shift"),
+    *("given", "chunks", "blocks", "target_ptr", "w_ptr", "scale_ptr", "row_temperature_ptr", "spec_ptr", "adv_ptr"),
+    *("logp_old_ptr", "logp_ref_ptr", "logp_rollout_ptr", "is_weights_ptr", "cu_ptr", "logp_ptr", "entropy_ptr"),
+    *("row_max_ptr", "log_sum_ptr", "c_ptr", "e_ptr", "z_ptr", "adjoint_ptr", "counter_ptr", "per_token_ptr"),
+    *("part_max_ptr", "part_sum_ptr", "part_entropy_ptr", "partial_ptr", "sums_ptr"),
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tile of a kernel: `block` elements a loop step, `threads` in a program, `chunk` columns reduced as one unit."""
+
+    block: int
+    threads: int
+    chunk: int = 0
+
+
+# Every vocabulary kernel shares one shape: a row then has the same bits whichever kernel reads it. 512 threads and two
+# 128-bit loads a thread keep about 32 KB in flight on an SM with two programs, and two rows a multiprocessor in L2.
+VOCABULARY = Shape(block=8192, threads=512, chunk=32768)
+TOKENS = Shape(block=1024, threads=128)
+SEQUENCE = Shape(block=1024, threads=128)
+FINISH = Shape(block=64, threads=256)
+
+#: Rows below which a row is split over programs; None: the device's multiprocessor count.
+SPLIT_BELOW: int | None = None
+_INTERPRETER_MULTIPROCESSORS = 4
+
+
+@functools.cache
+def _device_numbers(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, threads in a warp)."""
+    if device.type == "cpu":
+        return _INTERPRETER_MULTIPROCESSORS, 32
+    properties = torch.get_device_module(device.type).get_device_properties(device)
+    count = getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_subslice_count", 64)
+    return int(count), int(getattr(properties, "warp_size", 32))
+
+
+def options(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Compile options of a launch on `device`."""
+    return target_options(shape, _device_numbers(device)[1])
+
+
+def target_options(shape: Shape, warp_size: int) -> dict[str, Any]:
+    """Compile options for a warp size. Fused multiply-adds are written out where wanted: the compiler adds none."""
+    return {"num_warps": shape.threads // warp_size, "enable_fp_fusion": False}
+
+
+def split_rows(rows: int, chunks: int, device: torch.device) -> bool:
+    """Whether the rows are too few to fill the device with one program each."""
+    limit = _device_numbers(device)[0] if SPLIT_BELOW is None else SPLIT_BELOW
+    return chunks > 1 and rows < limit
+
+
+def reachable_variants() -> Iterator[tuple[Any, dict[str, Any], Shape]]:
+    """(kernel, constexpr arguments, shape) of everything that gpu.py can launch, once per logits dtype."""
+    from . import logprob, one_pass, segments, token_loss
+
+    loop = {"BLOCK": VOCABULARY.block, "CHUNK": VOCABULARY.chunk}
+    flags = [{"ENTROPY": e, "SOFTCAP": s} for e in (False, True) for s in (False, True)]
+    for flag in flags:
+        yield logprob.logprob_forward_kernel, {**loop, **flag}, VOCABULARY
+        yield logprob.logprob_split_kernel, {**loop, **flag}, VOCABULARY
+        yield logprob.logprob_combine_kernel, flag, VOCABULARY
+        yield logprob.logprob_backward_kernel, {**loop, **flag}, VOCABULARY
+        yield one_pass.one_pass_kernel, {**loop, **flag}, VOCABULARY
+        yield one_pass.sequence_forward_kernel, {**loop, **flag, "TOKENS": SEQUENCE.block}, VOCABULARY
+    yield segments.segments_kernel, {"TOKENS": SEQUENCE.block}, SEQUENCE
+    yield token_loss.token_block_kernel, {"BLOCK": TOKENS.block}, TOKENS
+    yield token_loss.token_finish_kernel, {"BLOCK": FINISH.block}, FINISH
