@@ -214,9 +214,13 @@ def token_loss(
     logp = pick(logp)
     adv = pick(tokens.advantages)
     d = clamp_log_ratio(log_ratio(logp, tokens, spec), spec.log_ratio_clamp)
-    x, dual = surrogate(logp, d, adv, spec)
     om = None if tokens.is_weights is None else pick(tokens.is_weights)
-    if om is not None:
+    if om is None:
+        x, dual = surrogate(logp, d, adv, spec)
+    else:
+        # a dropped token enters detached: its ratio may overflow, and inf*0 would be its gradient
+        attach = lambda t: torch.where(om == 0, t.detach(), t)  # noqa: E731
+        x, dual = surrogate(attach(logp), attach(d), adv, spec)
         x = torch.where(om == 0, 0.0, om * torch.where(om == 0, 0.0, x))
     kl = torch.zeros_like(logp)
     if spec.has_kl:
