@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import fusedpg
+import torch
 from fusedpg.spec import REDUCTIONS, Level
+from torch import Tensor
 
 NUMBER_OF_CASES = 125
 

@@ -1,5 +1,6 @@
 """Cases 17-22: nothing is selected, or nothing is there."""
 
+import fusedpg
 import pytest
 import torch
 from cases import (
@@ -15,8 +16,6 @@ from cases import (
     spec_with,
     tensor,
 )
-
-import fusedpg
 from fusedpg.spec import REDUCTIONS
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import fusedpg
 import pytest
 import torch
 from cases import (
@@ -19,8 +20,6 @@ from cases import (
     spec_with,
     tensor,
 )
-
-import fusedpg
 from fusedpg.spec import REDUCTIONS
 
 NAN, INF = math.nan, math.inf
