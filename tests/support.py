@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import fusedpg
 import torch
 from conftest import backend_device
-from torch import Tensor
-
-import fusedpg
 from fusedpg.spec import Level, LossSpec
+from torch import Tensor
 
 F32 = torch.finfo(torch.float32).eps
 
@@ -19,7 +18,13 @@ TERMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "k3": {"kl": "k3", "kl_coef": 0.1},
     "k1-live": {"kl": "k1", "kl_coef": 0.2, "kl_ratio": "live"},
-    "k3-live-clamped": {"kl": "k3", "kl_coef": 0.3, "kl_ratio": "live", "kl_clamp": (0.0, 0.05), "kl_log_ratio_clamp": 0.4},
+    "k3-live-clamped": {
+        "kl": "k3",
+        "kl_coef": 0.3,
+        "kl_ratio": "live",
+        "kl_clamp": (0.0, 0.05),
+        "kl_log_ratio_clamp": 0.4,
+    },
     "k2-detached": {"kl": "k2", "kl_coef": 0.3, "kl_ratio": "detached"},
     "abs": {"kl": "abs", "kl_coef": 0.1},
     "k3+": {"kl": "k3+", "kl_coef": 0.1},
@@ -52,7 +57,13 @@ LENGTHS = (5, 0, 1, 6, 3)
 
 
 def make_case(
-    spec: LossSpec, *, dtype: torch.dtype, packed: bool, vocab: int = 37, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
+    spec: LossSpec,
+    *,
+    dtype: torch.dtype,
+    packed: bool,
+    vocab: int = 37,
+    seed: int = 0,
+    lengths: tuple[int, ...] = LENGTHS,
 ) -> Case:
     """A ragged batch: a hole in one sequence, an empty one, a fully masked one; NaN and inf at masked places."""
     g = torch.Generator().manual_seed(seed)
@@ -96,7 +107,9 @@ class Result:
     output: Any
 
 
-def run(spec: LossSpec, case: Case, backend: str, *, upstream: float = 1.0, double: bool = False, **extra: Any) -> Result:
+def run(
+    spec: LossSpec, case: Case, backend: str, *, upstream: float = 1.0, double: bool = False, **extra: Any
+) -> Result:
     """Loss and gradient of one case on one backend; `double` casts the stored inputs to fp64 first."""
     device = backend_device(backend)
     logits = case.logits.to(device)
@@ -115,9 +128,7 @@ def run(spec: LossSpec, case: Case, backend: str, *, upstream: float = 1.0, doub
     if out.entropy is not None:
         values["entropy"] = out.entropy
     assert logits.grad is not None
-    return Result(
-        {k: v.detach().double().cpu() for k, v in values.items()}, logits.grad.double().cpu(), out
-    )
+    return Result({k: v.detach().double().cpu() for k, v in values.items()}, logits.grad.double().cpu(), out)
 
 
 def truth(spec: LossSpec, case: Case, **extra: Any) -> Result:
@@ -142,7 +153,9 @@ def assert_agrees(got: Result, want: Result, fp32: Result, dtype: torch.dtype, l
         actual = got.values[name]
         assert actual.shape == expected.shape, f"{label} {name}: shape {actual.shape} against {expected.shape}"
         error = (actual - expected).abs().max() if expected.numel() else torch.tensor(0.0)
-        assert error <= budget, f"{label} {name}: error {error:.3e} over budget {budget:.3e} ({actual} against {expected})"
+        assert error <= budget, (
+            f"{label} {name}: error {error:.3e} over budget {budget:.3e} ({actual} against {expected})"
+        )
     if want.grad.numel() == 0:
         return
     stored = (want.grad.to(dtype).double() - want.grad).abs().max()

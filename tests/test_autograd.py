@@ -1,11 +1,12 @@
 """The autograd contract: upstream gradients, retained graphs, no-grad, in place, gradcheck, aliasing."""
 
+import fusedpg
+import functools
+
 import pytest
 import torch
 from conftest import backend_device
 from support import TERMS, make_case, run, spec_for
-
-import fusedpg
 
 
 def loss_of(spec, case, backend: str, logits: torch.Tensor, **extra):
@@ -58,9 +59,7 @@ def test_upstream_gradients_of_logprobs(backend: str):
 
     def grads(name: str, x: torch.Tensor, weigh):
         x = x.detach().requires_grad_()
-        out = fusedpg.token_logprobs(
-            x, targets.to(x.device), mask=mask.to(x.device), return_entropy=True, backend=name
-        )
+        out = fusedpg.token_logprobs(x, targets.to(x.device), mask=mask.to(x.device), return_entropy=True, backend=name)
         weigh(out).backward()
         return x.grad.double().cpu()
 
@@ -89,7 +88,8 @@ def test_gradcheck_from_logits(name: str, backend_name: str):
             continue  # likewise
         case.logits = torch.nan_to_num(case.logits)  # finite differences would read the masked NaN
         leaf = case.logits.requires_grad_()
-        assert torch.autograd.gradcheck(lambda x: loss_of(spec, case, backend_name, x).loss, (leaf,))
+        loss = functools.partial(loss_of, spec, case, backend_name)
+        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x).loss, (leaf,))
 
 
 @pytest.mark.parametrize("backend_name", ["reference", "cpu"])

@@ -2,12 +2,11 @@
 
 import concurrent.futures
 
+import fusedpg
 import pytest
 import torch
 from conftest import backend_device
 from support import make_case, spec_for
-
-import fusedpg
 
 
 def call(backend: str, name: str = "ppo_clip", *, vocab: int = 5003, terms: str = "k3-entropy", packed: bool = True):
@@ -100,9 +99,7 @@ def test_on_policy_ratio_is_exactly_one(native_backend: str):
     targets = torch.randint(0, 264, (6,), device=device)
     old = fusedpg.token_logprobs(logits.detach(), targets, backend=native_backend).logp
     spec = fusedpg.loss_spec("ppo_clip")
-    out = fusedpg.policy_loss_from_logits(
-        spec, logits, targets, logp_old=old, advantages=1.0, backend=native_backend
-    )
+    out = fusedpg.policy_loss_from_logits(spec, logits, targets, logp_old=old, advantages=1.0, backend=native_backend)
     m = out.metrics
     assert (m["ratio_min"], m["ratio_max"], m["clip_frac"], m["approx_kl"], m["approx_kl_k3"]) == (1, 1, 0, 0, 0)
 

@@ -1,12 +1,11 @@
 """torch.compile(fullgraph=True) with dynamic shapes, and the operators' fakes."""
 
+import fusedpg
 import pytest
 import torch
 from conftest import backend_device
-from support import make_case, spec_for
-
-import fusedpg
 from fusedpg import ops
+from support import make_case, spec_for
 
 
 def compiled_step(backend: str, spec):

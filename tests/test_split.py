@@ -1,14 +1,14 @@
 """Split = whole: (numerator, weight) and gradients summed over micro-batches equal the unsplit call."""
 
+import itertools
 import random
 
+import fusedpg
 import pytest
 import torch
-from support import TERMS, make_case, run, spec_for
-
-import fusedpg
 from fusedpg.metrics import Metrics
 from fusedpg.spec import REDUCTIONS
+from support import TERMS, make_case, run, spec_for
 
 LENGTHS = (5, 0, 1, 6, 3, 2, 4)
 
@@ -17,7 +17,7 @@ def micro_batches(case, packed: bool, cuts: list[int]):
     """The case cut at sequence boundaries: (slice of the tokens, the sub-case's keyword arguments)."""
     bounds = [0, *cuts, len(LENGTHS)]
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         part = slice(int(offsets[first]), int(offsets[last])) if packed else slice(first, last)
         kwargs = {}
         for key, value in case.kwargs.items():

@@ -88,25 +88,27 @@ def make_batch(
     layout = make_layout(base, base_name, cu_seqlens)
     if spec.needs_sequences and not layout.padded and cu_seqlens is None:
         raise ValueError(
-            f"cu_seqlens: the loss {spec.name!r} (level {spec.level.name.lower()}, reduction {spec.reduction!r}) works on "
-            "sequences and expects their boundaries for packed input; got None; pass cumulative lengths of shape (S+1,)"
+            f"cu_seqlens: the loss {spec.name!r} (level {spec.level.name.lower()}, reduction {spec.reduction!r}) works "
+            "on sequences and expects their boundaries for packed input; got None; pass cumulative lengths of shape (S+1,)"
         )
     if obs_mask is not None:
-        raise ValueError(f"obs_mask: the loss {spec.name!r} has no observation term and never reads it; got a tensor; drop it")
+        raise ValueError(
+            f"obs_mask: the loss {spec.name!r} has no observation term and never reads it; got a tensor; drop it"
+        )
 
     def stream(name: str, tensor: Tensor | None, needed: bool) -> Tensor | None:
         if not needed:
             return None
         if tensor is None:
-            raise ValueError(f"{name}: the loss {spec.name!r} reads it (see its kl and anchor); got None; pass the log-probs")
+            raise ValueError(
+                f"{name}: the loss {spec.name!r} reads it (see its kl and anchor); got None; pass the log-probs"
+            )
         validate.check_per_token(name, tensor, base_name, base, tuple(base.shape))
         return flat(tensor, dtype)
 
     _say_on_policy(spec, logp_old)
     rows_mask = flat_mask(mask, base, base_name)
-    weights = token_weights(
-        rows_mask, layout, spec.reduction, spec.max_tokens, dtype=dtype, device=base.device
-    )
+    weights = token_weights(rows_mask, layout, spec.reduction, spec.max_tokens, dtype=dtype, device=base.device)
     if normalizer is not None:
         _check_normalizer(normalizer)
     return Batch(
@@ -141,7 +143,7 @@ def _advantages(
     if sequence_advantages is not None:
         if not layout.padded and layout.cu_seqlens is None:
             raise ValueError(
-                "sequence_advantages: packed input needs cu_seqlens to tell the sequences apart; got None; pass cu_seqlens"
+                "sequence_advantages: packed input needs cu_seqlens to tell the sequences apart; got None; pass it"
             )
         count = layout.batch if layout.cu_seqlens is None else layout.cu_seqlens.numel() - 1
         validate.check_sequence_values("sequence_advantages", sequence_advantages, count, base)
@@ -151,8 +153,8 @@ def _advantages(
     validate.check_per_token("advantages", advantages, base_name, base, tuple(base.shape))
     if spec.level == Level.SEQUENCE:
         raise ValueError(
-            f"advantages: the loss {spec.name!r} has one ratio a sequence and expects one advantage a sequence; got one "
-            "value a token; pass sequence_advantages of shape (S,), or use 'gspo_token'"
+            f"advantages: the loss {spec.name!r} has one ratio a sequence and expects one advantage a sequence; got "
+            "one value a token; pass sequence_advantages of shape (S,), or use 'gspo_token'"
         )
     return flat(advantages, dtype)  # type: ignore[arg-type]
 
@@ -161,8 +163,8 @@ def _say_on_policy(spec: LossSpec, logp_old: Tensor | None) -> None:
     reads_ratio = spec.surrogate.name != "REINFORCE"
     if logp_old is None and spec.anchor == Anchor.OLD and reads_ratio and not torch.compiler.is_compiling():
         warnings.warn(
-            f"logp_old: got None, so the loss {spec.name!r} runs on-policy: every ratio is exactly 1 and its gradient that "
-            "of the log-probability; pass logp_old, or say so with loss_spec(..., anchor='self')",
+            f"logp_old: got None, so the loss {spec.name!r} runs on-policy: every ratio is exactly 1 and its gradient "
+            "that of the log-probability; pass logp_old, or say so with loss_spec(..., anchor='self')",
             UserWarning,
             stacklevel=4,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -15,7 +15,7 @@ _MODULES = {"cpu": "fusedpg.cpu", "triton": "fusedpg.gpu"}
 _GPU_TYPES = ("cuda", "xpu")
 
 
-@lru_cache(maxsize=None)
+@cache
 def unavailable(backend: str) -> str | None:
     """Why a native backend cannot run in this environment, with the fix; None when it can."""
     try:
@@ -63,7 +63,7 @@ def _automatic(device: torch.device, dtype: torch.dtype) -> str:
     return name
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once(name: str) -> None:
     warnings.warn(
         f"fusedpg: the {name} backend cannot run here, so the PyTorch reference runs instead (slower, more memory): "
@@ -81,6 +81,6 @@ def _refuse_unfit(name: str, origin: str, device: torch.device, dtype: torch.dty
             raise ValueError(f"{origin}: 'triton' computes in float32; got {dtype}; use 'reference' or cast the input")
         if device.type not in _GPU_TYPES and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                f"{origin}: 'triton' expects tensors on a GPU; got {device}; use 'auto', or set TRITON_INTERPRET=1 before "
-                "the first import to run the kernels in the interpreter"
+                f"{origin}: 'triton' expects tensors on a GPU; got {device}; use 'auto', or set TRITON_INTERPRET=1 "
+                "before the first import to run the kernels in the interpreter"
             )

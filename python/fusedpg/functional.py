@@ -82,7 +82,7 @@ def token_logprobs(
     else:
         logp, entropy, _, _ = ops.logprob(_rows3d(logits), ids, active, *logit_map, return_entropy, name)
     shape = targets.shape
-    return LogprobOutput(logp.view(shape), entropy.view(shape) if return_entropy else None, name)  # type: ignore[union-attr]
+    return LogprobOutput(logp.view(shape), entropy.view(shape) if return_entropy else None, name)
 
 
 def policy_loss_from_logits(
@@ -169,7 +169,9 @@ def policy_loss_from_logits(
     want_entropy = return_entropy or spec.entropy_coef != 0.0
     if name == "reference":
         if inplace:
-            raise ValueError("inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option")
+            raise ValueError(
+                "inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option"
+            )
         logp, entropy = _reference_logprobs(logits, ids, batch.weights.w != 0, logit_map, want_entropy)
         loss, per_token, sums = _reference_loss(spec, logp, entropy, batch)
     else:
@@ -180,11 +182,13 @@ def policy_loss_from_logits(
         args = (ids, batch.weights.w, batch.scale, *batch.streams, *logit_map, want_entropy)
         if inplace:
             out = ops.InplaceLoss.apply(_rows3d(logits), form_grad, spec.encode(), *args, name)
-            loss, logp, entropy, per_token, sums = out  # type: ignore[misc]
+            loss, logp, entropy, per_token, sums = out
         else:
             out = ops.logits_loss(spec.encode(), _rows3d(logits), *args, form_grad, name)
             loss, logp, entropy, _, _, per_token, _, _, sums, _ = out
-    return _output(spec, batch, name, loss, logp, entropy if want_entropy else None, per_token, sums, metrics, return_entropy)
+    return _output(
+        spec, batch, name, loss, logp, entropy if want_entropy else None, per_token, sums, metrics, return_entropy
+    )
 
 
 def policy_loss(

@@ -16,7 +16,8 @@ from .metrics import NSUMS
 
 _MAP = "Tensor? row_temperature, float temperature, float softcap, float logit_scale"
 _STREAMS = (
-    "Tensor advantages, Tensor? logp_old, Tensor? logp_ref, Tensor? logp_rollout, Tensor? is_weights, Tensor? cu_seqlens"
+    "Tensor advantages, Tensor? logp_old, Tensor? logp_ref, Tensor? logp_rollout, "
+    "Tensor? is_weights, Tensor? cu_seqlens"
 )
 
 
@@ -165,11 +166,13 @@ token_loss.register_autograd(_backward_token_loss, setup_context=_save_token_los
 @torch.library.custom_op(
     "fusedpg::logits_loss",
     mutates_args=(),
-    schema=f"(float[] spec, Tensor logits, Tensor targets, Tensor w, Tensor scale, {_STREAMS}, {_MAP}, bool want_entropy, "
-    "bool form_grad, str backend)"
+    schema=f"(float[] spec, Tensor logits, Tensor targets, Tensor w, Tensor scale, {_STREAMS}, {_MAP}, "
+    "bool want_entropy, bool form_grad, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def logits_loss(spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any) -> tuple[Any, ...]:
+def logits_loss(
+    spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any
+) -> tuple[Any, ...]:
     """(loss, logp, entropy, row_max, log_sum, per_token, c, e, sums, d logits or empty).
 
     With `form_grad` the gradient (times scale) is written while each row is hot: one read and one write of the
@@ -222,9 +225,7 @@ def _backward_logits_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any
     return (None, logprob_grad(logits, targets, row_max, log_sum, h, c, e, row_temperature, *ctx.plain), *none)
 
 
-def _scaled_pair(
-    c: Tensor, e: Tensor, entropy: Tensor, factor: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _scaled_pair(c: Tensor, e: Tensor, entropy: Tensor, factor: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(c, entropy or None, e or None), scaled: what `logprob_grad` takes."""
     if e.numel() != c.numel() or e.numel() == 0:
         return _scaled(c, factor), None, None

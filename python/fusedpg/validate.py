@@ -55,7 +55,9 @@ def check_logits(logits: Tensor, targets: Tensor) -> None:
 def check_device(name: str, tensor: Tensor, other: str, base: Tensor) -> None:
     """`tensor` lies on the device of `base`."""
     if tensor.device != base.device:
-        raise ValueError(f"{name}: expected device {base.device} (that of {other}); got {tensor.device}; move it with .to()")
+        raise ValueError(
+            f"{name}: expected device {base.device} (that of {other}); got {tensor.device}; move it with .to()"
+        )
 
 
 def check_per_token(name: str, tensor: Any, base_name: str, base: Tensor, shape: tuple[int, ...]) -> None:
@@ -79,8 +81,8 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     low, high = (v.item() for v in torch.aminmax(mask.float()))
     if not (low >= 0 and high <= 1):
         raise ValueError(
-            f"{name}: expected weights in [0, 1] (bool, or float with 0 = masked); got values from {low:g} to {high:g}; "
-            "check that advantages or another tensor was not passed in its place"
+            f"{name}: expected weights in [0, 1] (bool, or float with 0 = masked); got values from {low:g} to "
+            f"{high:g}; check that advantages or another tensor was not passed in its place"
         )
 
 
@@ -136,7 +138,11 @@ def check_positive(name: str, value: float, *, zero_ok: bool = False) -> float:
     """A finite number > 0 (or >= 0)."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or value < 0 or (value == 0 and not zero_ok):
-        fix = "; greedy rollouts have no tempered distribution: use the temperature of the policy" if name == "temperature" else ""
+        fix = (
+            "; greedy rollouts have no tempered distribution: use the temperature of the policy"
+            if name == "temperature"
+            else ""
+        )
         raise ValueError(f"{name}: expected a finite number {'>=' if zero_ok else '>'} 0; got {value!r}{fix}")
     return float(value)
 
@@ -156,11 +162,13 @@ def check_temperature(temperature: Any, base: Tensor) -> None:
 def check_inplace(logits: Tensor) -> None:
     """In-place gradients need a non-leaf whose elements are its own."""
     if torch.compiler.is_compiling():
-        raise ValueError("inplace: expected False under torch.compile, which plans memory itself; got True; drop the option")
+        raise ValueError(
+            "inplace: expected False under torch.compile, which plans memory itself; got True; drop the option"
+        )
     if logits.requires_grad and logits.is_leaf:
         raise ValueError(
-            "inplace: expected logits computed by an operation; got a leaf that requires grad, whose values the gradient "
-            "would overwrite; pass inplace=False"
+            "inplace: expected logits computed by an operation; got a leaf that requires grad, whose values the "
+            "gradient would overwrite; pass inplace=False"
         )
     sizes = [(stride, size) for stride, size in zip(logits.stride(), logits.shape, strict=True) if size > 1]
     sizes.sort()

@@ -71,7 +71,13 @@ class Weights:
 
 
 def token_weights(
-    mask: Tensor | None, layout: Layout, reduction: str, max_tokens: int | None, *, dtype: torch.dtype, device: torch.device
+    mask: Tensor | None,
+    layout: Layout,
+    reduction: str,
+    max_tokens: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Weights:
     """Weights of one reduction; `mask` (N,) selects where nonzero and weighs by its value, None is all ones.
 
