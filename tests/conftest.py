@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+
 from fusedpg import dispatch
 
 #: native backends that run on this machine, on the device that `backend_device` names

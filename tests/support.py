@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import fusedpg
 import torch
+from torch import Tensor
+
+import fusedpg
 from conftest import backend_device
 from fusedpg.spec import Level, LossSpec
-from torch import Tensor
 
 F32 = torch.finfo(torch.float32).eps
 

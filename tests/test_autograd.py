@@ -1,10 +1,11 @@
 """The autograd contract: upstream gradients, retained graphs, no-grad, in place, gradcheck, aliasing."""
 
-import fusedpg
 import functools
 
 import pytest
 import torch
+
+import fusedpg
 from conftest import backend_device
 from support import TERMS, make_case, run, spec_for
 

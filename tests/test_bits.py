@@ -2,9 +2,10 @@
 
 import concurrent.futures
 
-import fusedpg
 import pytest
 import torch
+
+import fusedpg
 from conftest import backend_device
 from support import make_case, spec_for
 

@@ -1,8 +1,9 @@
 """torch.compile(fullgraph=True) with dynamic shapes, and the operators' fakes."""
 
-import fusedpg
 import pytest
 import torch
+
+import fusedpg
 from conftest import backend_device
 from fusedpg import ops
 from support import make_case, spec_for

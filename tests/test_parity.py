@@ -2,9 +2,10 @@
 
 import itertools
 
-import fusedpg
 import pytest
 import torch
+
+import fusedpg
 from fusedpg.spec import REDUCTIONS
 from support import TERMS, assert_agrees, make_case, rounding, run, spec_for, truth
 

@@ -3,9 +3,10 @@
 import itertools
 import random
 
-import fusedpg
 import pytest
 import torch
+
+import fusedpg
 from fusedpg.metrics import Metrics
 from fusedpg.spec import REDUCTIONS
 from support import TERMS, make_case, run, spec_for

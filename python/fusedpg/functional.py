@@ -82,7 +82,9 @@ def token_logprobs(
     else:
         logp, entropy, _, _ = ops.logprob(_rows3d(logits), ids, active, *logit_map, return_entropy, name)
     shape = targets.shape
-    return LogprobOutput(logp.view(shape), entropy.view(shape) if return_entropy else None, name)
+    if not return_entropy or entropy is None:
+        return LogprobOutput(logp.view(shape), None, name)
+    return LogprobOutput(logp.view(shape), entropy.view(shape), name)
 
 
 def policy_loss_from_logits(
