@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import fusedpg
 import torch
-from fusedpg.spec import REDUCTIONS, Level
 from torch import Tensor
+
+import fusedpg
+from fusedpg.spec import REDUCTIONS, Level
 
 NUMBER_OF_CASES = 125
 

@@ -1,6 +1,5 @@
 """Cases 17-22: nothing is selected, or nothing is there."""
 
-import fusedpg
 import pytest
 import torch
 from cases import (
@@ -16,6 +15,8 @@ from cases import (
     spec_with,
     tensor,
 )
+
+import fusedpg
 from fusedpg.spec import REDUCTIONS
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-import fusedpg
 import pytest
 import torch
 from cases import (
@@ -20,6 +19,8 @@ from cases import (
     spec_with,
     tensor,
 )
+
+import fusedpg
 from fusedpg.spec import REDUCTIONS
 
 NAN, INF = math.nan, math.inf
