@@ -1,0 +1,68 @@
+// csrc/cpu/api.h: what the bindings hand to a build of the kernels: plain structs of raw pointers, and the table of entry
+// points. Compiled into every build, so its functions are always inlined: the linker must never keep the copy of the wrong
+// build.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define FPG_MEMBER __attribute__((always_inline)) inline
+
+namespace fusedpg {
+
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3 };
+
+/// A (B, T, V) tensor with strides (sb, st, 1), in elements. Row i is (i / T, i % T).
+struct Matrix {
+  void* data;
+  int64_t batch, tokens, vocab, stride_batch, stride_token;
+  FPG_MEMBER int64_t rows() const { return batch * tokens; }
+  FPG_MEMBER int64_t offset(int64_t row) const { return row / tokens * stride_batch + row % tokens * stride_token; }
+};
+
+/// The map from a logit to the argument of the softmax. `row_temperature` (compute type) replaces `temperature`; softcap 0 is
+/// off.
+struct LogitMap {
+  const void* row_temperature;
+  double temperature, softcap, logit_scale;
+};
+
+/// Per-row results of the vocabulary pass, in the compute type; `entropy` null when not wanted.
+struct RowOut {
+  void *logp, *entropy, *row_max, *log_sum;
+};
+
+/// Per-token inputs of stage B, in the compute type; null where absent. `cu` has sequences + 1 entries.
+struct Tokens {
+  int64_t count;
+  const void *w, *advantages, *logp_old, *logp_ref, *logp_rollout, *is_weights;
+  const int64_t* cu;
+  int64_t sequences;
+};
+
+/// Per-token results of stage B. `e` null when the spec has no entropy term; `sums` has NSUMS entries.
+struct TokenOutputs {
+  void *per_token, *c, *e, *sums;
+};
+
+/// One build of the kernels. `gradient.data` null: none; equal to logits.data: in place.
+struct Kernels {
+  void (*logprob_forward)(DType, int threads, const Matrix& logits, const int64_t* targets, const uint8_t* active,
+                          const LogitMap&, const RowOut&);
+  void (*logprob_backward)(DType, int threads, const Matrix& logits, const int64_t* targets, const RowOut& saved, const void* c,
+                           const void* e, const LogitMap&, const Matrix& gradient);
+  void (*token_loss)(DType, int threads, const double* spec, const void* logp, const void* entropy, const Tokens&,
+                     const TokenOutputs&);
+  void (*loss_forward)(DType, int threads, const double* spec, const Matrix& logits, const int64_t* targets, const void* scale,
+                       const Tokens&, const LogitMap&, const RowOut&, const TokenOutputs&, const Matrix& gradient);
+};
+
+// Memory of the calling thread, 64-byte aligned, kept from call to call; grows to the largest request. One use at a time per
+// slot.
+enum class Slot : int { exponentials = 0, block = 1, partials = 2, count = 3 };
+void* thread_scratch(Slot slot, size_t bytes);
+
+/// Memory for the duration of a call. `zeroed` fills it with zero bytes.
+void* call_scratch_new(size_t bytes, bool zeroed);
+void call_scratch_free(void* p);
+
+}  // namespace fusedpg

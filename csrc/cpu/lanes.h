@@ -1,0 +1,150 @@
+// csrc/cpu/lanes.h: 16 float lanes on every instruction set, so that every build adds the same numbers in the same order.
+// A `Lanes` is 1, 2 or 4 native vectors. Intrinsics appear here, in storage.h and in machine.h only, each behind an #if.
+// `float` and `double` have the same functions (select, fma, lane_sum, ...), so kernels are templates on the value type.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define FPG_FN static inline __attribute__((always_inline))
+
+namespace fusedpg::FUSEDPG_ISA {
+
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16;
+#elif defined(__AVX__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+constexpr int LANES = 16;
+constexpr int PARTS = LANES / NATIVE;
+
+typedef float NativeF __attribute__((vector_size(4 * NATIVE)));
+typedef int32_t NativeI __attribute__((vector_size(4 * NATIVE)));
+typedef uint32_t NativeU __attribute__((vector_size(4 * NATIVE)));
+
+FPG_FN NativeF native_fma(NativeF a, NativeF b, NativeF c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+/// a > b ? a : b, so a NaN on either side gives b.
+FPG_FN NativeF native_max(NativeF a, NativeF b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX__)
+  return _mm256_max_ps(a, b);
+#elif defined(__SSE2__)
+  return _mm_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+struct Mask {
+  NativeI v[PARTS];
+};
+
+struct Lanes {
+  NativeF v[PARTS];
+  Lanes() = default;
+  __attribute__((always_inline)) Lanes(float s) {
+    for (int p = 0; p < PARTS; ++p) v[p] = NativeF{} + s;
+  }
+};
+
+#define FPG_EACH(R, expression)                          \
+  R r;                                                   \
+  for (int p = 0; p < PARTS; ++p) r.v[p] = (expression); \
+  return r
+
+FPG_FN Lanes operator+(Lanes a, Lanes b) { FPG_EACH(Lanes, a.v[p] + b.v[p]); }
+FPG_FN Lanes operator-(Lanes a, Lanes b) { FPG_EACH(Lanes, a.v[p] - b.v[p]); }
+FPG_FN Lanes operator*(Lanes a, Lanes b) { FPG_EACH(Lanes, a.v[p] * b.v[p]); }
+FPG_FN Lanes operator/(Lanes a, Lanes b) { FPG_EACH(Lanes, a.v[p] / b.v[p]); }
+FPG_FN Lanes operator-(Lanes a) { FPG_EACH(Lanes, -a.v[p]); }
+FPG_FN Mask operator<(Lanes a, Lanes b) { FPG_EACH(Mask, a.v[p] < b.v[p]); }
+FPG_FN Mask operator>(Lanes a, Lanes b) { FPG_EACH(Mask, a.v[p] > b.v[p]); }
+FPG_FN Mask operator==(Lanes a, Lanes b) { FPG_EACH(Mask, a.v[p] == b.v[p]); }
+FPG_FN Mask operator!=(Lanes a, Lanes b) { FPG_EACH(Mask, a.v[p] != b.v[p]); }
+FPG_FN Mask both(Mask a, Mask b) { FPG_EACH(Mask, a.v[p] & b.v[p]); }
+FPG_FN Mask either(Mask a, Mask b) { FPG_EACH(Mask, a.v[p] | b.v[p]); }
+FPG_FN Mask negate(Mask a) { FPG_EACH(Mask, ~a.v[p]); }
+FPG_FN Lanes select(Mask m, Lanes a, Lanes b) { FPG_EACH(Lanes, m.v[p] ? a.v[p] : b.v[p]); }
+FPG_FN Lanes fma(Lanes a, Lanes b, Lanes c) { FPG_EACH(Lanes, native_fma(a.v[p], b.v[p], c.v[p])); }
+FPG_FN Lanes max_or_second(Lanes a, Lanes b) { FPG_EACH(Lanes, native_max(a.v[p], b.v[p])); }
+#undef FPG_EACH
+
+template <class To, class From>
+FPG_FN To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast between types of one size");
+  To out;
+  __builtin_memcpy(&out, &value, sizeof(To));
+  return out;
+}
+
+/// Lane values in order, for the scalar code that ends a reduction.
+FPG_FN void lane_values(Lanes a, float* out) { __builtin_memcpy(out, &a, sizeof(a)); }
+
+/// Sum of the lanes in double, in lane order.
+FPG_FN double lane_sum(Lanes a) {
+  float x[LANES];
+  lane_values(a, x);
+  double even = 0, odd = 0;
+  for (int i = 0; i < LANES; i += 2) {
+    even += static_cast<double>(x[i]);
+    odd += static_cast<double>(x[i + 1]);
+  }
+  return even + odd;
+}
+
+FPG_FN float lane_max(Lanes a) {
+  float x[LANES], m = -INFINITY;
+  lane_values(a, x);
+  for (int i = 0; i < LANES; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+// The same vocabulary for one value.
+template <class F>
+FPG_FN F select(bool m, F a, F b) {
+  return m ? a : b;
+}
+FPG_FN bool both(bool a, bool b) { return a && b; }
+FPG_FN bool either(bool a, bool b) { return a || b; }
+FPG_FN bool negate(bool a) { return !a; }
+FPG_FN double max_or_second(double a, double b) { return a > b ? a : b; }
+FPG_FN double lane_sum(double a) { return a; }
+FPG_FN double lane_max(double a) { return a; }
+FPG_FN double fma(double a, double b, double c) { return a * b + c; }
+FPG_FN float fma(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+/// The vector of compute type F, and how many values it holds.
+template <class F>
+struct Vector;
+template <>
+struct Vector<float> {
+  using type = Lanes;
+  static constexpr int width = LANES;
+};
+template <>
+struct Vector<double> {
+  using type = double;
+  static constexpr int width = 1;
+};
+
+}  // namespace fusedpg::FUSEDPG_ISA

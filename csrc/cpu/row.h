@@ -1,0 +1,182 @@
+// csrc/cpu/row.h: one row of logits. Blocks of columns give (max, sum) partials and exponentials; partials give the row's
+// statistics; exponentials times one factor a block give the gradient. The target column is a partial of its own, so that 1 -
+// p_target is a sum of the other columns and keeps its accuracy when p_target is near 1.
+#pragma once
+#include "machine.h"
+#include "storage.h"
+
+namespace fusedpg::FUSEDPG_ISA {
+
+constexpr int64_t BLOCK = 4096;  // columns: 16 KB of fp32 logits and 16 KB of exponentials fit L1
+constexpr int64_t GROUP = 64;    // columns that four accumulators take at a time
+constexpr int ACCUMULATORS = 4;
+
+/// Floor of z = (y - max) * k, below which exp(z) is 0: keeps 0 * z from being 0 * -inf.
+template <class F>
+constexpr F Z_FLOOR = sizeof(F) == 4 ? F(-104) : F(-800);
+
+/// Over a set of columns: y's maximum, sum of exp((y - max) * k), and the sum of exp(z) * z (0 when not wanted).
+template <class F>
+struct Partial {
+  F max;
+  double sum, sum_z;
+};
+
+/// Maximum of n values (a multiple of GROUP); NaN if any of them is.
+template <class X, class F>
+FPG_FN F block_max(const X* x, int64_t n) {
+  using V = typename Vector<F>::type;
+  constexpr int W = Vector<F>::width;
+  V m[ACCUMULATORS], total[ACCUMULATORS];
+  for (int j = 0; j < ACCUMULATORS; ++j) {
+    m[j] = V(-static_cast<F>(INFINITY));
+    total[j] = V(0);
+  }
+  for (int64_t i = 0; i < n; i += ACCUMULATORS * W) {
+    for (int j = 0; j < ACCUMULATORS; ++j) {
+      const V v = load(x + i + j * W);
+      m[j] = max_or_second(v, m[j]);  // ignores a NaN, which the total keeps
+      total[j] = total[j] + v;
+    }
+  }
+  const double check = lane_sum((total[0] + total[1]) + (total[2] + total[3]));
+  if (check != check) {  // a NaN, or infinities of both signs
+    for (int64_t i = 0; i < n; ++i) {
+      const F v = load_one(x + i);
+      if (v != v) return v;
+    }
+  }
+  return lane_max(max_or_second(max_or_second(m[0], m[1]), max_or_second(m[2], m[3])));
+}
+
+/// The partial of n values (a multiple of GROUP); with KEEP, their exponentials go to exps.
+template <bool KEEP, bool ENTROPY, class X, class F>
+FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
+  using V = typename Vector<F>::type;
+  constexpr int W = Vector<F>::width;
+  const F m = block_max<X, F>(x, n);
+  if (!(m < static_cast<F>(INFINITY))) return {m, NAN, NAN};
+  if (m == -static_cast<F>(INFINITY)) {
+    if (KEEP) __builtin_memset(exps, 0, static_cast<size_t>(n) * sizeof(F));
+    return {m, 0, 0};
+  }
+  V sum[ACCUMULATORS], sum_z[ACCUMULATORS];
+  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = sum_z[j] = V(0);
+  for (int64_t i = 0; i < n; i += ACCUMULATORS * W) {
+    for (int j = 0; j < ACCUMULATORS; ++j) {
+      const X* at = x + i + j * W;
+      if (sizeof(X) * W % 64 == 0 || j % 2 == 0) prefetch(at + BLOCK);
+      const V z = (load(at) - V(m)) * V(k);
+      const V e = exp_nonpositive(z);
+      if (KEEP) store(exps + i + j * W, e);
+      sum[j] = sum[j] + e;
+      if (ENTROPY) sum_z[j] = fma(e, max_or_second(z, V(Z_FLOOR<F>)), sum_z[j]);
+    }
+  }
+  return {m, lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), lane_sum((sum_z[0] + sum_z[1]) + (sum_z[2] + sum_z[3]))};
+}
+
+/// One value or vector through the soft cap.
+template <bool CAP, class V, class F>
+FPG_FN V capped(V x, F cap, F to_cap) {
+  return CAP ? V(cap) * tanh_any(x * V(to_cap)) : x;
+}
+
+/// The row's map from logits to softmax arguments, and its target.
+template <class S, bool CAP>
+struct RowView {
+  using F = typename Compute<S>::type;
+  const S* x;
+  int64_t vocab, target;  // target is -1 when it is not in [0, vocab)
+  double k, slope;        // slope: dz/dx without the soft cap's own derivative
+  F k_f, cap, to_cap;
+  F x_target, y_target;  // -inf without a target; read before any in-place store
+
+  FPG_MEMBER int64_t block_begin(int64_t b) const { return b * BLOCK; }
+  FPG_MEMBER int64_t block_size(int64_t b) const { return smaller(BLOCK, vocab - b * BLOCK); }
+
+  /// `row_temperature` is NaN-free and positive, like every other argument here.
+  FPG_MEMBER static RowView make(const S* x, int64_t vocab, int64_t target, const LogitMap& map, int64_t row) {
+    const F* temperatures = static_cast<const F*>(map.row_temperature);
+    const double temperature = temperatures ? static_cast<double>(temperatures[row]) : map.temperature;
+    RowView v{};
+    v.x = x;
+    v.vocab = vocab;
+    v.target = target >= 0 && target < vocab ? target : -1;
+    v.slope = map.logit_scale / temperature;
+    v.k = CAP ? 1.0 / temperature : v.slope;
+    v.k_f = static_cast<F>(v.k);
+    v.cap = static_cast<F>(map.softcap);
+    v.to_cap = static_cast<F>(CAP ? map.logit_scale / map.softcap : 0.0);
+    v.x_target = v.target >= 0 ? load_one(x + v.target) : -static_cast<F>(INFINITY);
+    v.y_target = v.target >= 0 ? capped<CAP>(v.x_target, v.cap, v.to_cap) : -static_cast<F>(INFINITY);
+    return v;
+  }
+
+  /// The block as compute values in `to`: soft-capped, without the target, padded with -inf to a multiple of GROUP.
+  FPG_MEMBER int64_t gather(int64_t b, F* to) const {
+    constexpr int W = Vector<F>::width;
+    const int64_t begin = block_begin(b), n = block_size(b), padded = blocks_of(n, GROUP) * GROUP;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, capped<CAP>(load(x + begin + i), cap, to_cap));
+    for (; i < n; ++i) to[i] = capped<CAP>(load_one(x + begin + i), cap, to_cap);
+    for (; i < padded; ++i) to[i] = -static_cast<F>(INFINITY);
+    if (target >= begin && target < begin + n) to[target - begin] = -static_cast<F>(INFINITY);
+    return padded;
+  }
+
+  /// `exps` is the row's buffer (vocab rounded up to GROUP), `buffer` holds BLOCK values.
+  template <bool KEEP, bool ENTROPY>
+  FPG_MEMBER Partial<F> block(int64_t b, F* exps, F* buffer) const {
+    const int64_t begin = block_begin(b), n = block_size(b);
+    F* keep = KEEP ? exps + begin : exps;
+    if (CAP || n % GROUP != 0 || (target >= begin && target < begin + n)) {
+      const int64_t padded = gather(b, buffer);
+      return block_partial<KEEP, ENTROPY>(static_cast<const F*>(buffer), padded, k_f, keep);
+    }
+    return block_partial<KEEP, ENTROPY>(x + begin, n, k_f, keep);
+  }
+};
+
+/// A row's statistics in double: sums are relative to max.
+template <class F>
+struct RowStats {
+  F max, logp, y_target;
+  double target_z, target, others, sum, log_sum, entropy;  // target = exp(target_z); sum = others + target
+  double k;
+};
+
+/// Joins the partials in column order, the target last: the same bits whoever computed them.
+template <class F, bool ENTROPY>
+FPG_FN RowStats<F> combine(const Partial<F>* partials, int64_t blocks, F y_target, bool has_target, double k) {
+  const F none = -static_cast<F>(INFINITY);
+  F m = y_target;
+  bool nan = y_target != y_target;
+  for (int64_t b = 0; b < blocks; ++b) {
+    nan |= partials[b].max != partials[b].max;
+    m = partials[b].max > m ? partials[b].max : m;
+  }
+  RowStats<F> s{};
+  s.max = nan ? static_cast<F>(NAN) : m;
+  s.y_target = y_target;
+  s.k = k;
+  const double top = static_cast<double>(s.max);
+  double weighted_z = 0;
+  s.others = m == none ? NAN : 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    if (partials[b].max == none) continue;
+    const double dz = (static_cast<double>(partials[b].max) - top) * k, w = ::exp(dz);
+    s.others += w * partials[b].sum;
+    if (ENTROPY && !(w == 0)) weighted_z += w * (partials[b].sum_z + partials[b].sum * dz);
+  }
+  s.target_z = (static_cast<double>(y_target) - top) * k;
+  s.target = ::exp(s.target_z);
+  if (ENTROPY && !(s.target == 0)) weighted_z += s.target * s.target_z;
+  s.sum = s.others + s.target;
+  s.log_sum = ::log(s.sum);
+  s.logp = has_target ? static_cast<F>(s.target_z - s.log_sum) : static_cast<F>(NAN);
+  s.entropy = ENTROPY ? s.log_sum - weighted_z / s.sum : 0;
+  return s;
+}
+
+}  // namespace fusedpg::FUSEDPG_ISA

@@ -1,0 +1,207 @@
+"""The CPU backend: hands tensors to the C++ core as addresses, sizes and strides; allocates what it returns.
+
+The core is compiled for several instruction sets and picks the best at run time; `FUSEDPG_CPU_ISA` (read at every call)
+forces one of `available_isas()`. It runs on `torch.get_num_threads()` threads; results do not depend on their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch  # before the core: torch's OpenMP runtime is then the one that both use
+from torch import Tensor
+
+__all__ = [
+    "available_isas",
+    "ensure_available",
+    "isa",
+    "logprob_backward",
+    "logprob_forward",
+    "loss_forward",
+    "token_loss",
+]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_NO_MATRIX = (0, 0, 0, 0, 0, 0)
+_ENTROPY_COEF = 18  # of LossSpec.encode()
+
+
+@functools.cache
+def _core() -> ModuleType:
+    try:
+        from . import _core as core
+    except ImportError as error:
+        raise ImportError(
+            f"fusedpg: the compiled CPU core cannot be imported: {error}. Expected the extension module fusedpg._core. "
+            "It is built by `pip install -e .` (or `pip install .`) with a C++17 compiler, unless FUSEDPG_NO_NATIVE=1 "
+            "is set; backend='reference' needs no core."
+        ) from error
+    return core
+
+
+def ensure_available() -> None:
+    """Raise ImportError, saying why and how to fix it, when the compiled core cannot be imported."""
+    _core()
+
+
+def isa() -> str:
+    """The instruction set in use: "v4", "v3", "v2" (x86-64 levels) or "generic"."""
+    return str(_core().isa())
+
+
+def available_isas() -> list[str]:
+    """The values of FUSEDPG_CPU_ISA that this machine can run, best first."""
+    return list(_core().available_isas())
+
+
+def logprob_forward(
+    logits: Tensor,
+    targets: Tensor,
+    active: Tensor | None,
+    row_temperature: Tensor | None,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    want_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stage A: (logp, entropy, row_max, log_sum), each (N,); entropy is empty when not wanted."""
+    rows = _new_rows(logits, want_entropy)
+    logit_map = (_address(row_temperature), temperature, softcap, logit_scale)
+    code, threads, matrix = _DTYPES[logits.dtype], torch.get_num_threads(), _matrix(logits)
+    _core().logprob_forward(
+        code, threads, matrix, targets.data_ptr(), _address(active), logit_map, _addresses(rows)
+    )
+    return rows
+
+
+def logprob_backward(
+    logits: Tensor,
+    targets: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor | None,
+    c: Tensor,
+    e: Tensor | None,
+    row_temperature: Tensor | None,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    out: Tensor,
+) -> None:
+    """Stage C: the gradient of `sum(c*logp + e*entropy)`, into `out`, which may be `logits` itself."""
+    saved = (0, _address(entropy), row_max.data_ptr(), log_sum.data_ptr())
+    logit_map = (_address(row_temperature), temperature, softcap, logit_scale)
+    _core().logprob_backward(
+        _DTYPES[logits.dtype],
+        torch.get_num_threads(),
+        _matrix(logits),
+        targets.data_ptr(),
+        saved,
+        c.data_ptr(),
+        _address(e),
+        logit_map,
+        _matrix(out),
+    )
+
+
+def token_loss(
+    spec: list[float],
+    logp: Tensor,
+    entropy: Tensor | None,
+    w: Tensor,
+    advantages: Tensor,
+    logp_old: Tensor | None,
+    logp_ref: Tensor | None,
+    logp_rollout: Tensor | None,
+    is_weights: Tensor | None,
+    cu: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stage B: (per_token, c, e, sums); c and e are not scaled, e is empty without an entropy term."""
+    streams = (w, advantages, logp_old, logp_ref, logp_rollout, is_weights)
+    out = _new_token_outputs(spec, logp)
+    code, threads = _DTYPES[logp.dtype], torch.get_num_threads()
+    _core().token_loss(
+        code, threads, spec, logp.data_ptr(), _address(entropy), _tokens(logp.numel(), streams, cu), _addresses(out)
+    )
+    return out
+
+
+def loss_forward(
+    spec: list[float],
+    logits: Tensor,
+    targets: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    advantages: Tensor,
+    logp_old: Tensor | None,
+    logp_ref: Tensor | None,
+    logp_rollout: Tensor | None,
+    is_weights: Tensor | None,
+    cu: Tensor | None,
+    row_temperature: Tensor | None,
+    temperature: float,
+    softcap: float,
+    logit_scale: float,
+    want_entropy: bool,
+    grad_out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Stages A and B, and with `grad_out` C: (logp, entropy, row_max, log_sum, per_token, c, e, sums).
+
+    Token level reads the logits once; sequence levels need every logp of a sequence first and read them twice.
+    """
+    rows = _new_rows(logits, want_entropy or spec[_ENTROPY_COEF] != 0)
+    outputs = _new_token_outputs(spec, rows[0])
+    streams = (w, advantages, logp_old, logp_ref, logp_rollout, is_weights)
+    _core().loss_forward(
+        _DTYPES[logits.dtype],
+        torch.get_num_threads(),
+        spec,
+        _matrix(logits),
+        targets.data_ptr(),
+        scale.data_ptr(),
+        _tokens(rows[0].numel(), streams, cu),
+        (_address(row_temperature), temperature, softcap, logit_scale),
+        _addresses(rows),
+        _addresses(outputs),
+        _NO_MATRIX if grad_out is None else _matrix(grad_out),
+    )
+    return (*rows, *outputs)
+
+
+# ------------------------------------------------------------------ tensors as the core takes them
+
+
+def _address(tensor: Tensor | None) -> int:
+    """Where the data is; 0 for None and for an empty tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _addresses(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return tuple(t.data_ptr() for t in tensors)
+
+
+def _matrix(logits: Tensor) -> tuple[int, int, int, int, int, int]:
+    """(address, B, T, V, stride of B, stride of T)."""
+    batch, tokens, vocab = logits.shape
+    return logits.data_ptr(), batch, tokens, vocab, logits.stride(0), logits.stride(1)
+
+
+def _tokens(count: int, streams: tuple[Tensor | None, ...], cu: Tensor | None) -> tuple[Any, ...]:
+    return count, *(_address(s) for s in streams), _address(cu), 0 if cu is None else cu.numel() - 1
+
+
+def _new_rows(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised (logp, entropy, row_max, log_sum): the core writes every element."""
+    rows = logits.shape[0] * logits.shape[1]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    new = functools.partial(torch.empty, dtype=dtype)
+    return new(rows), new(rows if want_entropy else 0), new(rows), new(rows)
+
+
+def _new_token_outputs(spec: list[float], logp: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised (per_token, c, e, sums)."""
+    rows = logp.numel()
+    new = functools.partial(torch.empty, dtype=logp.dtype)
+    return new(rows), new(rows), new(rows if spec[_ENTROPY_COEF] != 0 else 0), new(_core().NSUMS)
