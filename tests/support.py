@@ -54,7 +54,7 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-LENGTHS = (5, 0, 1, 6, 3)
+LENGTHS = (4, 0, 1, 3, 2)
 
 
 def make_case(
@@ -142,6 +142,16 @@ def rounding(spec: LossSpec, case: Case, **extra: Any) -> Result:
     return run(spec, replace(case, logits=case.logits.float()), "reference", **extra)
 
 
+def store(grad: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """A gradient after one rounding to its storage dtype, as the platform under test rounds.
+
+    Triton's interpreter truncates to bf16; compiled kernels round to nearest, like everything else.
+    """
+    if dtype == torch.bfloat16 and backend == "triton" and backend_device(backend).type == "cpu":
+        return (grad.float().view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+    return grad.to(dtype).double()
+
+
 def assert_agrees(got: Result, want: Result, fp32: Result, dtype: torch.dtype, label: str = "") -> None:
     """Errors stay within twice the fp32 error measured on the same inputs, plus one storage rounding of the gradient.
 
@@ -159,7 +169,7 @@ def assert_agrees(got: Result, want: Result, fp32: Result, dtype: torch.dtype, l
         )
     if want.grad.numel() == 0:
         return
-    stored = (want.grad.to(dtype).double() - want.grad).abs().max()
+    stored = (store(want.grad, dtype, got.output.backend) - want.grad).abs().max()
     measured = (fp32.grad - want.grad).abs().max()
     budget = 2 * (stored + measured) + 4 * F32 * want.grad.abs().max()
     error = (got.grad - want.grad).abs().max()

@@ -89,7 +89,7 @@ def make_batch(
     if spec.needs_sequences and not layout.padded and cu_seqlens is None:
         raise ValueError(
             f"cu_seqlens: the loss {spec.name!r} (level {spec.level.name.lower()}, reduction {spec.reduction!r}) works "
-            "on sequences and expects their boundaries for packed input; got None; pass cumulative lengths, shape (S+1,)"
+            "on sequences and expects their boundaries for packed input; got None; pass cumulative lengths (S+1,)"
         )
     if obs_mask is not None:
         raise ValueError(
