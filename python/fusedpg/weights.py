@@ -52,7 +52,8 @@ class Layout:
     def spread(self, per_sequence: Tensor) -> Tensor:
         """A value a sequence (S,) to its tokens, flat (N,)."""
         if self.padded:
-            return per_sequence[:, None].expand(self.batch, self.length).reshape(-1)
+            # one sequence would be flattened to a view of stride 0, which no kernel reads
+            return per_sequence[:, None].expand(self.batch, self.length).reshape(-1).contiguous()
         assert self.cu_seqlens is not None
         if per_sequence.numel() == 0:
             return per_sequence.new_zeros(self.tokens)
