@@ -1,7 +1,7 @@
 """One check for each invariant of the arguments: the error names the argument, what was expected, what came, the fix.
 
 Checks that read values would stall a GPU queue or break a traced graph, so `reads_values` decides where they run:
-always for CPU tensors, on other devices only with `FUSEDPG_DEBUG=1`, never while compiling.
+always for CPU tensors, on other devices only with `FUSEDPG_DEBUG=1`, never while compiling or on fake tensors.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether a check may look at the values of `tensor`."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("FUSEDPG_DEBUG") == "1"
 
