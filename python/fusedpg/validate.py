@@ -137,7 +137,7 @@ def check_sequence_values(name: str, values: Tensor, sequences: int, base: Tenso
 
 def check_positive(name: str, value: float, *, zero_ok: bool = False) -> float:
     """A finite number > 0 (or >= 0)."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
     if not ok or value < 0 or (value == 0 and not zero_ok):
         fix = (
             "; greedy rollouts have no tempered distribution: use the temperature of the policy"
