@@ -7,7 +7,7 @@ import torch
 from cases import advantages_for, assert_bits, close, from_logits, from_logp, leaf, random, spec_with, tensor
 
 import fusedpg
-from fusedpg.spec import REDUCTIONS, Level
+from fusedpg.spec import REDUCTIONS, Anchor, Level
 
 NAN, INF = math.nan, math.inf
 
@@ -66,7 +66,7 @@ def test_case_056_ratio_against_given_and_absent_old_logp(backend):
         absent, grad = from_logp(spec, leaf([-1.0]), advantages=2.0, backend=backend)
     assert absent.metrics["ratio_mean"] == 1
     assert grad == -2
-    itself, grad = from_logp(spec.replace(anchor=1), leaf([-1.0]), advantages=2.0, backend=backend)
+    itself, grad = from_logp(spec.replace(anchor=Anchor.SELF), leaf([-1.0]), advantages=2.0, backend=backend)
     assert itself.metrics["ratio_mean"] == 1
     assert grad == -2
 
