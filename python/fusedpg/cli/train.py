@@ -24,7 +24,7 @@ class Settings:
 
     seed: int = 0
     device: str = "cpu"
-    steps: int = 120
+    steps: int = 100
     prompts: int = 32
     group: int = 16
     epochs: int = 2
@@ -33,11 +33,11 @@ class Settings:
     warmup_steps: int = 600
     warmup_batch: int = 128
     eval_prompts: int = 512
-    lr: float = 2e-4
+    lr: float = 1e-4
     lr_ramp: int = 10
     warmup_lr: float = 1e-3
     kl_coef: float = 0.01
-    width: int = 128
+    width: int = 64
     layers: int = 2
     longest: int = 6
 
@@ -161,8 +161,11 @@ class Trainer:
 
     def loss(self, rollout: Rollout, rows: Tensor, **options: Any) -> LossOutput:
         """The GRPO loss of some sequences of a rollout under the current policy."""
-        logits = answer_logits(self.model, rollout.prompts[rows], rollout.answers[rows])
-        return self.loss_of(rollout, rows, logits, **options)
+        return self.loss_of(rollout, rows, self.loss_logits(rollout, rows), **options)
+
+    def loss_logits(self, rollout: Rollout, rows: Tensor) -> Tensor:
+        """The current policy's logits for some sequences of a rollout."""
+        return answer_logits(self.model, rollout.prompts[rows], rollout.answers[rows])
 
     def loss_of(self, rollout: Rollout, rows: Tensor, logits: Tensor, **options: Any) -> LossOutput:
         """The same from logits that are already there."""

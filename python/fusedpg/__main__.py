@@ -1,0 +1,6 @@
+"""`python -m fusedpg`."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Commands and their options."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import bench, machine
+from .train import Settings
+
+app = typer.Typer(
+    name="fusedpg",
+    help="Fused policy-gradient losses for LLM reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Suite(str, Enum):
+    """What `bench` measures."""
+
+    LOGITS = "logits"
+    LOSS = "loss"
+    ACCURACY = "accuracy"
+    ALL = "all"
+
+
+class Dtype(str, Enum):
+    """Storage dtype of the logits; `all` is fp32 and bf16, and fp16 too for the accuracy."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    ALL = "all"
+
+
+def progress_bar(console: Console) -> Progress:
+    """One bar with a label; it disappears when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def choose_device(name: str) -> str:
+    """`auto` is cuda where there is a device."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@app.command("demo")
+def demo_command(
+    seed: Annotated[int, typer.Option(help="Seed of weights, prompts and samples.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="GRPO steps; 0 takes the demo's own number.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for the reward plot.")] = Path("fusedpg-demo"),
+    fast: Annotated[bool, typer.Option("--fast", help="A smaller task and fewer steps, for tests.")] = False,
+) -> None:
+    """Train a tiny language model with GRPO through the native loss, offline, and compare it with the reference.
+
+    Exits with 1 when the mean reward rises by less than 0.2 or the two backends disagree.
+    """
+    from . import demo
+
+    base = demo.FAST if fast else Settings()
+    settings = replace(base, seed=seed, device=choose_device(device), steps=steps or base.steps)
+    large = demo.FAST_LARGE if fast else demo.LargeShape()
+    problems = demo.run_demo(settings, large, out, Console())
+    for problem in problems:
+        Console(stderr=True).print(f"FAILED: {problem}", style="bold red", highlight=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command("bench")
+def bench_command(
+    suite: Annotated[Suite, typer.Option(help="P1 from logits, P4 from log-probs, P7 accuracy, or all three.")] = Suite.ALL,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of P1.")] = 1024,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary of P1 and P7.")] = 151_936,
+    loss_tokens: Annotated[int, typer.Option(min=1, help="Tokens of P4.")] = 1 << 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each row; P4 takes three times as many.")] = 9,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the logits.")] = Dtype.ALL,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 keeps torch's own number.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure torch.compile too.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of terminal tables.")] = False,
+) -> None:
+    """Measure loss and gradient beside PyTorch eager, torch.compile, cross entropy and a plain copy.
+
+    Every result is checked against fp64 in the same run; a wrong one is not timed.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    one = None if dtype is Dtype.ALL else (dtype.value,)
+    options = bench.Options(
+        suites=("logits", "loss", "accuracy") if suite is Suite.ALL else (suite.value,),
+        tokens=tokens,
+        vocab=vocab,
+        loss_tokens=loss_tokens,
+        rounds=rounds,
+        dtypes=one or ("fp32", "bf16"),
+        accuracy_dtypes=one or ("fp32", "bf16", "fp16"),
+        device=choose_device(device),
+        compiled=compiled,
+    )
+    info = machine.describe(torch.device(options.device))
+    sections = _run_bench(options, info, markdown)
+    if json_path is not None:
+        record = {"machine": info, "options": vars(options), "sections": [s.to_json() for s in sections]}
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(record, indent=1) + os.linesep)
+        Console(stderr=True).print(f"wrote {json_path}", highlight=False)
+    if any(section.broken for section in sections):
+        raise typer.Exit(1)
+
+
+def _run_bench(options: bench.Options, info: dict[str, Any], markdown: bool) -> list[bench.Section]:
+    console, side = Console(), Console(stderr=True)
+    if markdown:
+        print(machine.one_line(info), end="\n\n")
+    else:
+        console.print(machine.one_line(info), highlight=False)
+    sections = []
+    with progress_bar(side) as progress:
+        task = progress.add_task("compiling and checking", total=bench.total_ticks(options))
+        for section in bench.run(options, lambda what: progress.update(task, advance=1, description=f"{what:<28}")):
+            sections.append(section)
+            if markdown:
+                print(section.markdown(), end="\n\n", flush=True)
+            else:
+                section.show(console)
+    return sections

@@ -1,0 +1,184 @@
+"""The benchmark's suites: P1 (logits), P4 (loss alone) and P7 (accuracy), each a table with its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fusedpg import dispatch
+
+from . import accuracy, bench_logits, bench_loss, memory
+from .report import Section, Target, megabytes, milliseconds, speed_target, times, worst_error
+from .timing import Row, measure, ticks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOGITS_ROWS, LOSS_ROWS = 9, 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    suites: tuple[str, ...] = ("logits", "loss", "accuracy")
+    tokens: int = 1024
+    vocab: int = 151_936
+    loss_tokens: int = 1 << 20
+    accuracy_rows: int = 16
+    rounds: int = 9
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    accuracy_dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    device: str = "cpu"
+    compiled: bool = True
+
+
+Tick = Callable[[str], None]
+
+
+def total_ticks(options: Options) -> int:
+    """How often `run` calls its `tick`."""
+    skipped = 0 if options.compiled else 1
+    total = 0
+    if "logits" in options.suites:
+        total += len(options.dtypes) * ticks(LOGITS_ROWS - skipped, options.rounds)
+    if "loss" in options.suites:
+        total += ticks(LOSS_ROWS - skipped, 3 * options.rounds)
+    if "accuracy" in options.suites:
+        total += accuracy.cases(tuple(DTYPES[name] for name in options.accuracy_dtypes))
+    return total
+
+
+def run(options: Options, tick: Tick = lambda what: None) -> Iterator[Section]:
+    """The sections of every chosen suite, each as soon as it is measured."""
+    device = torch.device(options.device)
+    if "logits" in options.suites:
+        for name in options.dtypes:
+            yield logits_section(options, name, device, tick)
+    if "loss" in options.suites:
+        yield loss_section(options, device, tick)
+    if "accuracy" in options.suites:
+        yield accuracy_section(options, device, tick)
+
+
+def logits_section(options: Options, dtype: str, device: torch.device, tick: Tick) -> Section:
+    """P1 for one dtype."""
+    problem = bench_logits.make_problem(options.tokens, options.vocab, DTYPES[dtype], device)
+    contenders = bench_logits.contenders(problem, options.compiled)
+    rows = measure(contenders, problem.prepare, options.rounds, device, tick)
+    by_name = {row.name: row for row in rows}
+    ours = by_name[bench_logits.INPLACE]
+    logits_bytes = problem.bytes // 2
+    return Section(
+        title=f"P1: policy loss and gradient from logits, {dtype}, N = {options.tokens}, V = {options.vocab}",
+        columns=["what", "median ms", "min ms", "GB/s (1R+1W)", "time / in place", "extra MB", "error loss / grad"],
+        cells=[
+            [
+                row.name,
+                *milliseconds(row),
+                f"{problem.bytes / row.median / 1e9:.1f}" if row.samples else "-",
+                times(row, ours),
+                megabytes(row.peak_bytes),
+                worst_error(row),
+            ]
+            for row in rows
+        ],
+        targets=_logits_targets(by_name, ours, logits_bytes),
+        notes=[
+            f"{options.rounds} rounds interleaved in one process, inputs restored before each run outside its time; "
+            f"every row active; the logits are {logits_bytes / 1e6:.0f} MB; GB/s counts one read and one write of them",
+            f"extra memory: {memory.HOW[device.type]}",
+            *_refusals(rows),
+        ],
+        record=_record(rows, "P1", options, dtype=dtype, device=device, bytes=problem.bytes),
+        broken=_broken(rows),
+    )
+
+
+def _logits_targets(rows: dict[str, Row], ours: Row, logits_bytes: int) -> list[Target]:
+    result = [
+        speed_target(f"in place against {name}", rows.get(name), ours, bound)
+        for name, bound in bench_logits.TARGETS
+    ]
+    copies = [rows[name] for name in bench_logits.COPIES]
+    value, also = None, ""
+    if ours.samples:
+        fastest = min(copies, key=lambda row: row.median)
+        value = ours.median / fastest.median
+        also = f"the faster is '{fastest.name}'; of minima {ours.best / min(c.best for c in copies):.3g}x"
+    copy = Target("in place / the faster copy", value, bench_logits.COPY_TARGET, at_least=False, also=also)
+    extra = None if ours.peak_bytes is None else 100 * ours.peak_bytes / logits_bytes
+    bound = 100 * bench_logits.MEMORY_TARGET
+    return [*result, copy, Target("in place, extra memory / logits", extra, bound, at_least=False, unit="%")]
+
+
+def loss_section(options: Options, device: torch.device, tick: Tick) -> Section:
+    """P4."""
+    tokens = bench_loss.make_tokens(options.loss_tokens, device)
+    contenders = bench_loss.contenders(tokens, options.compiled)
+    rows = measure(contenders, lambda: None, 3 * options.rounds, device, tick)
+    by_name = {row.name: row for row in rows}
+    ours = by_name[bench_loss.OURS]
+    return Section(
+        title=f"P4: policy loss and gradient from log-probs with metrics, fp32, {tokens.logp.numel()} tokens",
+        columns=["what", "median ms", "min ms", "time / fusedpg", "extra MB", "error loss / grad"],
+        cells=[
+            [row.name, *milliseconds(row), times(row, ours), megabytes(row.peak_bytes), worst_error(row)]
+            for row in rows
+        ],
+        targets=[
+            speed_target(f"against {name}", by_name.get(name), ours, bound) for name, bound in bench_loss.TARGETS
+        ],
+        notes=[
+            f"shape {tuple(tokens.logp.shape)}, {100 * tokens.mask.float().mean().item():.0f} % of the places selected; "
+            "verl computes its clip fraction and approximate KL, fusedpg its full metric vector",
+            *_refusals(rows),
+        ],
+        record=_record(rows, "P4", options, dtype="fp32", device=device),
+        broken=_broken(rows),
+    )
+
+
+def accuracy_section(options: Options, device: torch.device, tick: Tick) -> Section:
+    """P7."""
+    results = []
+    chosen = tuple(DTYPES[name] for name in options.accuracy_dtypes)
+    for result in accuracy.measure(options.accuracy_rows, options.vocab, device, chosen):
+        results.append(result)
+        tick(f"{result.dtype} {result.offset:g}")
+    worst_logp = max(result.logp for result in results)
+    worst_grad = max(result.grad for result in results)
+    return Section(
+        title=f"P7: largest errors against fp64 of the same stored logits, {options.accuracy_rows} rows, V = {options.vocab}",
+        columns=["dtype", "offset", "logp error", "gradient error", "torch eager logp", "torch eager gradient"],
+        cells=[
+            [r.dtype, f"{r.offset:g}", f"{r.logp:.1e}", f"{r.grad:.2f}", f"{r.eager_logp:.1e}", f"{r.eager_grad:.2f}"]
+            for r in results
+        ],
+        targets=[
+            Target("logp error", worst_logp, accuracy.LOGP_TARGET, at_least=False, unit=""),
+            Target("gradient error", worst_grad, accuracy.GRAD_TARGET, at_least=False, unit=" roundings"),
+        ],
+        notes=[
+            "logp: relative to max(1, |logp|); gradient: in roundings (half a unit in the last place) of the storage "
+            "dtype at the row's largest gradient; offsets that fp16 cannot store are left out",
+        ],
+        record={"suite": "P7", "vocab": options.vocab, "results": [r.to_json() for r in results]},
+    )
+
+
+def _record(rows: list[Row], suite: str, options: Options, **more: object) -> dict[str, object]:
+    device = more.pop("device")
+    assert isinstance(device, torch.device)
+    dtype = DTYPES[str(more["dtype"])]
+    backend = dispatch.resolve("auto", device, dtype)
+    shape = {"tokens": options.tokens, "vocab": options.vocab} if suite == "P1" else {"tokens": options.loss_tokens}
+    return {"suite": suite, **shape, **more, "backend": backend, "rows": [row.to_json() for row in rows]}
+
+
+def _refusals(rows: list[Row]) -> list[str]:
+    return [f"{row.name}: no time reported, its result is wrong: {row.verdict.wrong}" for row in rows if row.verdict.wrong]
+
+
+def _broken(rows: list[Row]) -> bool:
+    return any(row.ours and row.verdict.wrong is not None for row in rows)

@@ -1,0 +1,208 @@
+"""P1: loss and gradient from logits, against eager PyTorch, torch.compile, cross entropy and a copy of the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedpg import LossSpec, loss_spec, policy_loss_from_logits
+
+from . import rivals
+from .timing import Contender, Outcome, Verdict
+
+INPLACE, OUT_OF_PLACE = "fusedpg in place", "fusedpg out of place"
+EAGER, COMPILED = "torch eager", "torch.compile"
+COPIES = ("copy into a buffer", "multiply in place")
+#: (other row, factor it must take of ours) and the copy bound, for `INPLACE`
+TARGETS = ((EAGER, 9.0), (COMPILED, 6.0))
+COPY_TARGET = 1.15
+MEMORY_TARGET = 0.01
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest error against fp64: of the loss (of max(1, |loss|)), of a gradient row (of its largest entry)."""
+
+    loss: float
+    grad: float
+
+
+#: a gradient stored in the logits' dtype cannot be nearer than its rounding; fp32 arithmetic gets the rest
+TOLERANCE = {
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.bfloat16: Tolerance(1e-5, 2**-7),
+    torch.float16: Tolerance(1e-5, 2**-10),
+}
+#: for rivals that compute the log-probability itself in 16 bits; their errors are printed beside their times
+LOOSE = Tolerance(0.1, 0.3)
+
+
+@dataclass
+class Problem:
+    """Inputs of one shape and dtype; `work` is what a contender reads and may overwrite, restored from `pristine`."""
+
+    pristine: Tensor
+    work: Tensor
+    spare: Tensor
+    targets: Tensor
+    logp_old: Tensor
+    advantages: Tensor
+    logp64: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """One read and one write of the logits."""
+        return 2 * self.pristine.numel() * self.pristine.element_size()
+
+    def prepare(self) -> None:
+        """Fresh logits, the same for every contender."""
+        self.work.copy_(self.pristine)
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """(leaf, logits) in the work buffer: logits are an op's output, as a model hands them over."""
+        leaf = self.work.detach().requires_grad_()
+        return leaf, leaf.view_as(leaf)
+
+
+def make_problem(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
+    """Random logits of std 3. The ratios stay inside the clip band: every row has a gradient, none is skipped."""
+    rng = torch.Generator(device).manual_seed(seed)
+    pristine = torch.empty(tokens, vocab, dtype=dtype, device=device)
+    for rows in pristine.split(64):
+        rows.copy_(torch.randn(rows.shape, generator=rng, device=device) * 3)
+    targets = torch.randint(0, vocab, (tokens,), generator=rng, device=device)
+    logp64 = _log_probs64(pristine, targets)
+    noise = (torch.rand(tokens, generator=rng, device=device) - 0.5) * 0.2
+    return Problem(
+        pristine=pristine,
+        work=torch.empty_like(pristine),
+        spare=torch.zeros_like(pristine),
+        targets=targets,
+        logp_old=(logp64 + noise).float(),
+        advantages=torch.randn(tokens, generator=rng, device=device),
+        logp64=logp64,
+    )
+
+
+def contenders(problem: Problem, compiled: bool = True) -> list[Contender]:
+    """The rows of the table. Compilation happens at the first run, which is never timed."""
+    spec = loss_spec("ppo_clip", epsilon_low=rivals.EPSILON_LOW, epsilon_high=rivals.EPSILON_HIGH)
+    check = policy_check(problem, TOLERANCE[problem.pristine.dtype])
+    exact = problem.pristine.dtype == torch.float32
+    selective_check = check if exact else policy_check(problem, LOOSE)
+    rows = [
+        Contender(INPLACE, partial(_ours, problem, spec, True), check, ours=True),
+        Contender(OUT_OF_PLACE, partial(_ours, problem, spec, False), check, ours=True),
+        Contender(EAGER, partial(_eager, problem, rivals.log_softmax_loss), check),
+        Contender("torch eager, TRL form", partial(_eager, problem, rivals.selective_loss), selective_check),
+    ]
+    if compiled:
+        function = torch.compile(rivals.log_softmax_loss, dynamic=False)
+        rows.append(Contender(COMPILED, partial(_eager, problem, function), check))
+    rows += [
+        Contender("F.cross_entropy", partial(_cross_entropy, problem), cross_entropy_check(problem)),
+        Contender(COPIES[0], partial(_copy, problem)),
+        Contender(COPIES[1], partial(_multiply, problem)),
+        Contender("copy into new memory", partial(_clone, problem)),
+    ]
+    return rows
+
+
+# ------------------------------------------------------------------ what is timed
+
+
+def _ours(problem: Problem, spec: LossSpec, inplace: bool) -> Outcome:
+    leaf, logits = problem.logits()
+    out = policy_loss_from_logits(
+        spec, logits, problem.targets, logp_old=problem.logp_old, advantages=problem.advantages, inplace=inplace
+    )
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    return Outcome(out.loss.detach(), grad)
+
+
+def _eager(problem: Problem, function: Callable[..., Tensor]) -> Outcome:
+    leaf, logits = problem.logits()
+    count = float(problem.targets.numel())
+    loss = function(logits, problem.targets, problem.logp_old, problem.advantages, count)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), grad)
+
+
+def _cross_entropy(problem: Problem) -> Outcome:
+    leaf, logits = problem.logits()
+    loss = F.cross_entropy(logits, problem.targets)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), grad)
+
+
+def _copy(problem: Problem) -> Outcome:
+    problem.spare.copy_(problem.work)
+    return Outcome()
+
+
+def _multiply(problem: Problem) -> Outcome:
+    problem.work.mul_(1.0)
+    return Outcome()
+
+
+def _clone(problem: Problem) -> Outcome:
+    problem.work.clone()
+    return Outcome()
+
+
+# ------------------------------------------------------------------ what is true
+
+
+def _log_probs64(logits: Tensor, targets: Tensor) -> Tensor:
+    parts = []
+    for rows, ids in zip(logits.split(64), targets.split(64), strict=True):
+        wide = rows.double()
+        parts.append(wide.gather(-1, ids[:, None]).squeeze(-1) - wide.logsumexp(-1))
+    return torch.cat(parts)
+
+
+def policy_check(problem: Problem, tolerance: Tolerance) -> Callable[[Outcome], Verdict]:
+    """Judges a PPO result: the loss over all rows, the gradient on some, against autograd in fp64."""
+    count = float(problem.targets.numel())
+    constants = (problem.logp_old.double(), problem.advantages.double())
+    loss = rivals.ppo_token_mean(problem.logp64, *constants, count)
+    some = _some_rows(problem)
+    leaf = problem.pristine[some].double().requires_grad_()
+    picked = (c[some] for c in constants)
+    part = rivals.log_softmax_loss(leaf, problem.targets[some], *picked, count)
+    (grad,) = torch.autograd.grad(part, leaf)
+    return partial(_judge, loss, grad, some, tolerance)
+
+
+def cross_entropy_check(problem: Problem) -> Callable[[Outcome], Verdict]:
+    """Judges cross entropy in the same way; PyTorch rounds its loss to the logits' dtype."""
+    some = _some_rows(problem)
+    leaf = problem.pristine[some].double().requires_grad_()
+    part = F.cross_entropy(leaf, problem.targets[some], reduction="sum") / problem.targets.numel()
+    (grad,) = torch.autograd.grad(part, leaf)
+    exact = problem.pristine.dtype == torch.float32
+    tolerance = TOLERANCE[torch.float32] if exact else LOOSE
+    return partial(_judge, -problem.logp64.mean(), grad, some, tolerance)
+
+
+def _some_rows(problem: Problem) -> Tensor:
+    last = problem.targets.numel() - 1
+    return torch.tensor([0, last // 3, last // 2, last], device=problem.targets.device).unique()
+
+
+def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outcome: Outcome) -> Verdict:
+    assert outcome.loss is not None
+    assert outcome.grad is not None
+    loss_error = (outcome.loss.double() - loss).abs() / loss.abs().clamp(min=1)
+    difference = (outcome.grad[some].double() - grad).abs().amax(-1)
+    grad_error = (difference / grad.abs().amax(-1)).max()
+    errors = {"loss": loss_error.item(), "grad": grad_error.item()}
+    limits: dict[str, Any] = {"loss": tolerance.loss, "grad": tolerance.grad}
+    bad = [f"{k} error {errors[k]:.1e} > {limits[k]:.1e}" for k in errors if not errors[k] <= limits[k]]
+    return Verdict(errors, "; ".join(bad) or None)

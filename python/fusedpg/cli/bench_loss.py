@@ -1,0 +1,101 @@
+"""P4: stage B alone. One policy loss over a million tokens with its metrics, against verl's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedpg import LossSpec, loss_spec, policy_loss
+
+from . import rivals
+from .timing import Contender, Outcome, Verdict
+
+OURS, EAGER, COMPILED = "fusedpg", "verl's function, eager", "verl's function, torch.compile"
+TARGETS = ((EAGER, 5.0), (COMPILED, 1.0))
+SEQUENCE = 4096
+
+
+@dataclass
+class Tokens:
+    """A padded batch of responses with ragged ends: what a trainer has when the log-probs are computed."""
+
+    logp: Tensor
+    logp_old: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    def leaf(self) -> Tensor:
+        """Fresh differentiable log-probs in the same memory."""
+        return self.logp.detach().requires_grad_()
+
+
+def make_tokens(tokens: int, device: torch.device, seed: int = 0) -> Tokens:
+    """(B, 4096) log-probs in fp32 (one short row where there are fewer tokens), 75 % of the places real on average."""
+    rng = torch.Generator(device).manual_seed(seed)
+    length = min(SEQUENCE, tokens)
+    shape = (max(1, tokens // length), length)
+    logp = -torch.rand(shape, generator=rng, device=device) * 3
+    ends = torch.randint(length // 2, length + 1, (shape[0], 1), generator=rng, device=device)
+    return Tokens(
+        logp=logp,
+        logp_old=logp + torch.randn(shape, generator=rng, device=device) * 0.15,
+        advantages=torch.randn(shape, generator=rng, device=device),
+        mask=torch.arange(length, device=device) < ends,
+    )
+
+
+def contenders(tokens: Tokens, compiled: bool = True) -> list[Contender]:
+    """Each computes loss, gradient, clip fraction and approximate KL."""
+    spec = loss_spec("ppo_clip", epsilon_low=rivals.EPSILON_LOW, epsilon_high=rivals.EPSILON_HIGH)
+    check = policy_check(tokens)
+    rows = [
+        Contender(OURS, partial(_ours, tokens, spec), check, ours=True),
+        Contender(EAGER, partial(_verl, tokens, rivals.verl_policy_loss), check),
+    ]
+    if compiled:
+        function = torch.compile(rivals.verl_policy_loss, dynamic=False)
+        rows.append(Contender(COMPILED, partial(_verl, tokens, function), check))
+    return rows
+
+
+def _ours(tokens: Tokens, spec: LossSpec) -> Outcome:
+    leaf = tokens.leaf()
+    out = policy_loss(spec, leaf, logp_old=tokens.logp_old, advantages=tokens.advantages, mask=tokens.mask)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    out.metrics["clip_frac"], out.metrics["approx_kl"]
+    return Outcome(out.loss.detach(), grad)
+
+
+def _verl(tokens: Tokens, function: Callable[..., Any]) -> Outcome:
+    leaf = tokens.leaf()
+    loss, clip_fraction, kl = function(leaf, tokens.logp_old, tokens.advantages, tokens.mask)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    del clip_fraction, kl
+    return Outcome(loss.detach(), grad)
+
+
+def policy_check(tokens: Tokens) -> Callable[[Outcome], Verdict]:
+    """Judges loss and gradient against the same function in fp64."""
+    leaf = tokens.logp.double().requires_grad_()
+    loss, _, _ = rivals.verl_policy_loss(leaf, tokens.logp_old.double(), tokens.advantages.double(), tokens.mask)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    # a ratio that rounding moves across the clip bound changes its gradient: such tokens are not compared
+    ratio = (tokens.logp.double() - tokens.logp_old.double()).exp()
+    bounds = (1 - rivals.EPSILON_LOW, 1 + rivals.EPSILON_HIGH)
+    clear = torch.stack([(ratio - b).abs() > 1e-5 for b in bounds]).all(0)
+    return partial(_judge, loss.detach(), grad, clear)
+
+
+def _judge(loss: Tensor, grad: Tensor, clear: Tensor, outcome: Outcome) -> Verdict:
+    assert outcome.loss is not None
+    assert outcome.grad is not None
+    loss_error = (outcome.loss.double() - loss).abs() / loss.abs().clamp(min=1)
+    grad_error = ((outcome.grad.double() - grad).abs() * clear).max() / grad.abs().max()
+    errors = {"loss": loss_error.item(), "grad": grad_error.item()}
+    bad = [f"{name} error {value:.1e} > 1.0e-05" for name, value in errors.items() if not value <= 1e-5]
+    return Verdict(errors, "; ".join(bad) or None)

@@ -1,0 +1,180 @@
+"""`python -m fusedpg demo`: watch a small model learn through the native loss, then see both backends agree."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import machine, memory
+from .compare import GRAD_LIMIT, LOSS_LIMIT, Comparison, compare_large, compare_own_batch
+from .report import megabytes
+from .task import text
+from .tiny_lm import generate
+from .train import Settings, StepReport, Trainer
+
+REQUIRED_RISE = 0.2
+
+
+@dataclass(frozen=True)
+class LargeShape:
+    """Size of the last comparison."""
+
+    tokens: int = 512
+    vocab: int = 151_936
+
+
+FAST = Settings(steps=25, prompts=16, longest=4, warmup_batch=64, eval_prompts=256, lr=3e-4)
+FAST_LARGE = LargeShape(tokens=64, vocab=20_001)
+
+
+def run_demo(settings: Settings, large: LargeShape, out: Path, console: Console) -> list[str]:
+    """Train, show, plot and compare; returns what went wrong, nothing when all is well."""
+    start = time.perf_counter()
+    trainer = Trainer(settings)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    console.print(
+        f"A randomly initialised Qwen3 ({parameters:,} parameters, {settings.device}) learns to sort letters: "
+        "'dbca>' -> 'abcd.'",
+        highlight=False,
+    )
+    console.print(machine.one_line(machine.describe(trainer.device)), highlight=False, style="dim")
+    warm = _warm_up(trainer, console)
+    before = trainer.evaluate()
+    console.print(
+        f"likelihood: {warm} steps (REINFORCE loss with advantage 1); held-out reward {before:.3f}; "
+        f"loss backend: [bold]{trainer.backend}[/bold]"
+    )
+    reports = _train(trainer, console)
+    after = trainer.evaluate()
+    _step_table(reports, console)
+    console.print(f"held-out mean reward: {before:.3f} -> [bold]{after:.3f}[/bold] (rise {after - before:+.3f})")
+    _samples(trainer, console)
+    plot = _plot(reports, before, after, out)
+    console.print(f"reward plot: [bold]{plot}[/bold]", soft_wrap=True)
+    comparisons = [
+        compare_own_batch(trainer, trainer.rollout()),
+        compare_large(trainer.device, large.tokens, large.vocab),
+    ]
+    _comparison_table(comparisons, trainer.device, console)
+    console.print(f"done in {time.perf_counter() - start:.0f} s")
+    return _problems(before, after, comparisons)
+
+
+def _problems(before: float, after: float, comparisons: list[Comparison]) -> list[str]:
+    found = []
+    if after - before < REQUIRED_RISE:
+        found.append(f"the mean reward rose by {after - before:.3f}; expected at least {REQUIRED_RISE}")
+    for c in comparisons:
+        if not c.agree:
+            found.append(
+                f"{c.backend} and reference disagree on {c.what}: loss by {c.loss_difference:.1e} (at most {LOSS_LIMIT}), "
+                f"gradient by {c.grad_difference:.1e} of its largest entry (at most {GRAD_LIMIT})"
+            )
+    return found
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _warm_up(trainer: Trainer, console: Console) -> int:
+    step = 0
+    with _progress(console) as progress:
+        task = progress.add_task("likelihood", total=None)
+        for step, reward in trainer.warm_up():
+            progress.update(task, completed=step, description=f"likelihood, reward {reward:.2f}")
+    return step
+
+
+def _train(trainer: Trainer, console: Console) -> list[StepReport]:
+    reports = []
+    with _progress(console) as progress:
+        task = progress.add_task("GRPO", total=trainer.settings.steps)
+        for report in trainer.train():
+            reports.append(report)
+            progress.update(task, advance=1, description=f"GRPO, reward {report.reward:.2f}")
+    return reports
+
+
+def _step_table(reports: list[StepReport], console: Console) -> None:
+    s = Table(title="GRPO, means over the steps since the line before", title_justify="left", title_style="bold")
+    for column in ("step", "reward", "clip fraction", "KL to start", "KL to sampler", "max ratio", "tokens/s"):
+        s.add_column(column, justify="right")
+    span = max(1, len(reports) // 10)
+    for end in range(span, len(reports) + 1, span):
+        part = reports[end - span : end]
+        mean = {name: sum(getattr(r, name) for r in part) / span for name in vars(part[0])}
+        s.add_row(
+            str(part[-1].step),
+            f"{mean['reward']:.3f}",
+            f"{mean['clip_frac']:.4f}",
+            f"{mean['kl']:.4f}",
+            f"{mean['approx_kl']:.5f}",
+            f"{max(r.ratio_max for r in part):.2f}",
+            f"{mean['tokens_per_second']:,.0f}",
+        )
+    console.print(s)
+
+
+def _samples(trainer: Trainer, console: Console) -> None:
+    rng = torch.Generator().manual_seed(1)
+    prompts, answers = (t.to(trainer.device) for t in trainer.task.sample(4, rng))
+    sampler = torch.Generator(trainer.device).manual_seed(1)
+    completions = generate(trainer.model, prompts, trainer.task.answer_length, sampler)
+    rewards = trainer.task.reward(completions, answers)
+    shown = [
+        f"{text(prompt).strip()}{text(completion).partition('.')[0]}. ({'right' if reward else 'wrong'})"
+        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
+    ]
+    console.print("samples: " + "   ".join(shown), highlight=False)
+
+
+def _plot(reports: list[StepReport], before: float, after: float, out: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(2, 1), layout="constrained")
+    steps = [r.step for r in reports]
+    top.plot(steps, [r.reward for r in reports], label="rollouts", linewidth=1)
+    top.plot([0, steps[-1]], [before, after], "o", label="held-out prompts, before and after")
+    top.set(ylabel="mean reward", ylim=(0, 1), title="GRPO through fusedpg.policy_loss_from_logits")
+    top.legend(loc="lower right")
+    bottom.plot(steps, [r.clip_frac for r in reports], label="clip fraction", linewidth=1)
+    bottom.plot(steps, [r.approx_kl for r in reports], label="KL to sampler", linewidth=1)
+    bottom.set(xlabel="step")
+    bottom.legend(loc="upper right")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "reward.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path.resolve()
+
+
+def _comparison_table(comparisons: list[Comparison], device: torch.device, console: Console) -> None:
+    table = Table(title="The same batch through both backends", title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    for c in comparisons:
+        table.add_column(c.what, justify="right", overflow="fold")
+    native = comparisons[0].backend
+    rows = {
+        "backends": [f"{c.backend} / reference" for c in comparisons],
+        "loss difference": [f"{c.loss_difference:.1e}" for c in comparisons],
+        "gradient difference (of its largest entry)": [f"{c.grad_difference:.1e}" for c in comparisons],
+        f"time, {native}": [f"{c.native_seconds * 1e3:.2f} ms" for c in comparisons],
+        "time, reference": [f"{c.reference_seconds * 1e3:.2f} ms" for c in comparisons],
+        f"peak memory, {native}": [f"{megabytes(c.native_bytes)} MB" for c in comparisons],
+        "peak memory, reference": [f"{megabytes(c.reference_bytes)} MB" for c in comparisons],
+    }
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(f"loss and gradient; time: best of 5; memory: {memory.HOW[device.type]}", style="dim", highlight=False)
