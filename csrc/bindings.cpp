@@ -63,6 +63,7 @@ const double* checked(const std::vector<double>& spec, const Tokens& t) {
       throw std::invalid_argument(std::string("spec: ") + c.name + " code " + std::to_string(value) + " is not in 0.." +
                                   std::to_string(static_cast<int>(c.last)));
   }
+  if (t.count == 0) return spec.data();  // empty tensors have no address
   const bool needs_ref = spec[P_KL] > 0 && spec[P_KL_TARGET] < 1, needs_rollout = spec[P_KL] > 0 && !needs_ref;
   if ((needs_ref && !t.logp_ref) || (needs_rollout && !t.logp_rollout))
     throw std::invalid_argument(std::string("spec: its KL term needs ") + (needs_ref ? "logp_ref" : "logp_rollout") +

@@ -32,7 +32,7 @@ FPG_FN ReducedExp<V> reduce_exp(V z) {
 
 FPG_FN Lanes add_exponent(Lanes x, Lanes biased) {
   Lanes r;
-  for (int p = 0; p < PARTS; ++p) r.v[p] = (NativeF)((NativeU)x.v[p] + ((NativeU)biased.v[p] << 23));
+  FPG_UNROLL for (int p = 0; p < PARTS; ++p) r.v[p] = (NativeF)((NativeU)x.v[p] + ((NativeU)biased.v[p] << 23));
   return r;
 }
 
@@ -51,7 +51,7 @@ FPG_FN float times_pow2(float x, float biased) {
 }
 FPG_FN Lanes times_pow2(Lanes x, Lanes biased) {
   Lanes r;
-  for (int p = 0; p < PARTS; ++p) {
+  FPG_UNROLL for (int p = 0; p < PARTS; ++p) {
     const NativeI n = (NativeI)biased.v[p] - bit_cast<int32_t>(ROUND_MAGIC);
     const NativeI half = n >> 1;
     r.v[p] = x.v[p] * (NativeF)((half + 127) << 23) * (NativeF)((n - half + 127) << 23);

@@ -9,6 +9,12 @@
 #endif
 
 #define FPG_FN static inline __attribute__((always_inline))
+// Arrays of vectors stay in registers only when the loops over them are gone early.
+#if defined(__clang__)
+#define FPG_UNROLL _Pragma("unroll")
+#else
+#define FPG_UNROLL _Pragma("GCC unroll 8")
+#endif
 
 namespace fusedpg::FUSEDPG_ISA {
 
@@ -56,14 +62,12 @@ struct Mask {
 struct Lanes {
   NativeF v[PARTS];
   Lanes() = default;
-  __attribute__((always_inline)) Lanes(float s) {
-    for (int p = 0; p < PARTS; ++p) v[p] = NativeF{} + s;
-  }
+  __attribute__((always_inline)) Lanes(float s) { FPG_UNROLL for (int p = 0; p < PARTS; ++p) v[p] = NativeF{} + s; }
 };
 
-#define FPG_EACH(R, expression)                          \
-  R r;                                                   \
-  for (int p = 0; p < PARTS; ++p) r.v[p] = (expression); \
+#define FPG_EACH(R, expression)                                     \
+  R r;                                                              \
+  FPG_UNROLL for (int p = 0; p < PARTS; ++p) r.v[p] = (expression); \
   return r
 
 FPG_FN Lanes operator+(Lanes a, Lanes b) { FPG_EACH(Lanes, a.v[p] + b.v[p]); }
@@ -94,16 +98,15 @@ FPG_FN To bit_cast(From value) {
 /// Lane values in order, for the scalar code that ends a reduction.
 FPG_FN void lane_values(Lanes a, float* out) { __builtin_memcpy(out, &a, sizeof(a)); }
 
-/// Sum of the lanes in double, in lane order.
+/// Sum of the lanes in double, as a tree whose shape is fixed.
 FPG_FN double lane_sum(Lanes a) {
   float x[LANES];
   lane_values(a, x);
-  double even = 0, odd = 0;
-  for (int i = 0; i < LANES; i += 2) {
-    even += static_cast<double>(x[i]);
-    odd += static_cast<double>(x[i + 1]);
-  }
-  return even + odd;
+  double d[LANES];
+  for (int i = 0; i < LANES; ++i) d[i] = static_cast<double>(x[i]);
+  for (int i = 0; i < 8; ++i) d[i] += d[i + 8];
+  for (int i = 0; i < 4; ++i) d[i] += d[i + 4];
+  return (d[0] + d[2]) + (d[1] + d[3]);
 }
 
 FPG_FN float lane_max(Lanes a) {

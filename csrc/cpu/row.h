@@ -28,12 +28,12 @@ FPG_FN F block_max(const X* x, int64_t n) {
   using V = typename Vector<F>::type;
   constexpr int W = Vector<F>::width;
   V m[ACCUMULATORS], total[ACCUMULATORS];
-  for (int j = 0; j < ACCUMULATORS; ++j) {
+  FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) {
     m[j] = V(-static_cast<F>(INFINITY));
     total[j] = V(0);
   }
   for (int64_t i = 0; i < n; i += ACCUMULATORS * W) {
-    for (int j = 0; j < ACCUMULATORS; ++j) {
+    FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) {
       const V v = load(x + i + j * W);
       m[j] = max_or_second(v, m[j]);  // ignores a NaN, which the total keeps
       total[j] = total[j] + v;
@@ -61,9 +61,9 @@ FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
     return {m, 0, 0};
   }
   V sum[ACCUMULATORS], sum_z[ACCUMULATORS];
-  for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = sum_z[j] = V(0);
+  FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = sum_z[j] = V(0);
   for (int64_t i = 0; i < n; i += ACCUMULATORS * W) {
-    for (int j = 0; j < ACCUMULATORS; ++j) {
+    FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) {
       const X* at = x + i + j * W;
       if (sizeof(X) * W % 64 == 0 || j % 2 == 0) prefetch(at + BLOCK);
       const V z = (load(at) - V(m)) * V(k);

@@ -92,14 +92,14 @@ FPG_FN Native16 from_float(NativeF x, fp16) {
 
 FPG_FN Lanes load(const float* p) {
   Lanes r;
-  __builtin_memcpy(&r, p, sizeof(r));
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) __builtin_memcpy(&r.v[i], p + i * NATIVE, sizeof(NativeF));
   return r;
 }
 FPG_FN double load(const double* p) { return *p; }
 template <class S>
 FPG_FN Lanes load(const S* p) {
   Lanes r;
-  for (int i = 0; i < PARTS; ++i) {
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) {
     Native16 x;
     __builtin_memcpy(&x, p + i * NATIVE, sizeof(x));
     r.v[i] = to_float(x, S{});
@@ -107,11 +107,13 @@ FPG_FN Lanes load(const S* p) {
   return r;
 }
 
-FPG_FN void store(float* p, Lanes x) { __builtin_memcpy(p, &x, sizeof(x)); }
+FPG_FN void store(float* p, Lanes x) {
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) __builtin_memcpy(p + i * NATIVE, &x.v[i], sizeof(NativeF));
+}
 FPG_FN void store(double* p, double x) { *p = x; }
 template <class S>
 FPG_FN void store(S* p, Lanes x) {
-  for (int i = 0; i < PARTS; ++i) {
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) {
     const Native16 y = from_float(x.v[i], S{});
     __builtin_memcpy(p + i * NATIVE, &y, sizeof(y));
   }
@@ -129,12 +131,10 @@ FPG_FN void stream(S* p, Lanes x) {
   _mm256_stream_si256((__m256i*)p, (__m256i)from_float(x.v[0], S{}));
 }
 #elif defined(__AVX2__)
-FPG_FN void stream(float* p, Lanes x) {
-  for (int i = 0; i < PARTS; ++i) _mm256_stream_ps(p + i * NATIVE, x.v[i]);
-}
+FPG_FN void stream(float* p, Lanes x) { FPG_UNROLL for (int i = 0; i < PARTS; ++i) _mm256_stream_ps(p + i * NATIVE, x.v[i]); }
 template <class S>
 FPG_FN void stream(S* p, Lanes x) {
-  for (int i = 0; i < PARTS; ++i) _mm_stream_si128((__m128i*)(p + i * NATIVE), (__m128i)from_float(x.v[i], S{}));
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) _mm_stream_si128((__m128i*)(p + i * NATIVE), (__m128i)from_float(x.v[i], S{}));
 }
 #endif
 
