@@ -50,6 +50,12 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
+def make_console(stderr: bool = False) -> Console:
+    """A console that is as wide as the tables need where no terminal sets the width."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=130)
+
+
 def choose_device(name: str) -> str:
     """`auto` is cuda where there is a device."""
     if name != "auto":
@@ -74,7 +80,7 @@ def demo_command(
     base = demo.FAST if fast else Settings()
     settings = replace(base, seed=seed, device=choose_device(device), steps=steps or base.steps)
     large = demo.FAST_LARGE if fast else demo.LargeShape()
-    problems = demo.run_demo(settings, large, out, Console())
+    problems = demo.run_demo(settings, large, out, make_console())
     for problem in problems:
         Console(stderr=True).print(f"FAILED: {problem}", style="bold red", highlight=False, soft_wrap=True)
     if problems:
@@ -83,7 +89,7 @@ def demo_command(
 
 @app.command("bench")
 def bench_command(
-    suite: Annotated[Suite, typer.Option(help="P1 from logits, P4 from log-probs, P7 accuracy, or all three.")] = Suite.ALL,
+    suite: Annotated[Suite, typer.Option(help="P1 (logits), P4 (loss alone), P7 (accuracy).")] = Suite.ALL,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of P1.")] = 1024,
     vocab: Annotated[int, typer.Option(min=2, help="Vocabulary of P1 and P7.")] = 151_936,
     loss_tokens: Annotated[int, typer.Option(min=1, help="Tokens of P4.")] = 1 << 20,
@@ -125,7 +131,7 @@ def bench_command(
 
 
 def _run_bench(options: bench.Options, info: dict[str, Any], markdown: bool) -> list[bench.Section]:
-    console, side = Console(), Console(stderr=True)
+    console, side = make_console(), make_console(stderr=True)
     if markdown:
         print(machine.one_line(info), end="\n\n")
     else:

@@ -97,8 +97,7 @@ def logits_section(options: Options, dtype: str, device: torch.device, tick: Tic
 
 def _logits_targets(rows: dict[str, Row], ours: Row, logits_bytes: int) -> list[Target]:
     result = [
-        speed_target(f"in place against {name}", rows.get(name), ours, bound)
-        for name, bound in bench_logits.TARGETS
+        speed_target(f"in place against {name}", rows.get(name), ours, bound) for name, bound in bench_logits.TARGETS
     ]
     copies = [rows[name] for name in bench_logits.COPIES]
     value, also = None, ""
@@ -119,6 +118,7 @@ def loss_section(options: Options, device: torch.device, tick: Tick) -> Section:
     rows = measure(contenders, lambda: None, 3 * options.rounds, device, tick)
     by_name = {row.name: row for row in rows}
     ours = by_name[bench_loss.OURS]
+    selected = 100 * tokens.mask.float().mean().item()
     return Section(
         title=f"P4: policy loss and gradient from log-probs with metrics, fp32, {tokens.logp.numel()} tokens",
         columns=["what", "median ms", "min ms", "time / fusedpg", "extra MB", "error loss / grad"],
@@ -126,11 +126,9 @@ def loss_section(options: Options, device: torch.device, tick: Tick) -> Section:
             [row.name, *milliseconds(row), times(row, ours), megabytes(row.peak_bytes), worst_error(row)]
             for row in rows
         ],
-        targets=[
-            speed_target(f"against {name}", by_name.get(name), ours, bound) for name, bound in bench_loss.TARGETS
-        ],
+        targets=[speed_target(f"against {name}", by_name.get(name), ours, bound) for name, bound in bench_loss.TARGETS],
         notes=[
-            f"shape {tuple(tokens.logp.shape)}, {100 * tokens.mask.float().mean().item():.0f} % of the places selected; "
+            f"shape {tuple(tokens.logp.shape)}, {selected:.0f} % of the places selected; "
             "verl computes its clip fraction and approximate KL, fusedpg its full metric vector",
             *_refusals(rows),
         ],
@@ -149,7 +147,7 @@ def accuracy_section(options: Options, device: torch.device, tick: Tick) -> Sect
     worst_logp = max(result.logp for result in results)
     worst_grad = max(result.grad for result in results)
     return Section(
-        title=f"P7: largest errors against fp64 of the same stored logits, {options.accuracy_rows} rows, V = {options.vocab}",
+        title=f"P7: errors against fp64 of the same stored logits, {options.accuracy_rows} rows, V = {options.vocab}",
         columns=["dtype", "offset", "logp error", "gradient error", "torch eager logp", "torch eager gradient"],
         cells=[
             [r.dtype, f"{r.offset:g}", f"{r.logp:.1e}", f"{r.grad:.2f}", f"{r.eager_logp:.1e}", f"{r.eager_grad:.2f}"]
@@ -161,7 +159,8 @@ def accuracy_section(options: Options, device: torch.device, tick: Tick) -> Sect
         ],
         notes=[
             "logp: relative to max(1, |logp|); gradient: in roundings (half a unit in the last place) of the storage "
-            "dtype at the row's largest gradient; offsets that fp16 cannot store are left out",
+            "dtype at the row's largest gradient; targets are random tokens except the most likely one; offsets that fp16 "
+            "cannot store are left out",
         ],
         record={"suite": "P7", "vocab": options.vocab, "results": [r.to_json() for r in results]},
     )
@@ -177,7 +176,9 @@ def _record(rows: list[Row], suite: str, options: Options, **more: object) -> di
 
 
 def _refusals(rows: list[Row]) -> list[str]:
-    return [f"{row.name}: no time reported, its result is wrong: {row.verdict.wrong}" for row in rows if row.verdict.wrong]
+    return [
+        f"{row.name}: no time reported, its result is wrong: {row.verdict.wrong}" for row in rows if row.verdict.wrong
+    ]
 
 
 def _broken(rows: list[Row]) -> bool:

@@ -1,4 +1,4 @@
-"""P1: loss and gradient from logits, against eager PyTorch, torch.compile, cross entropy and a copy of the same bytes."""
+"""P1: loss and gradient from logits, against PyTorch eager and compiled, cross entropy and copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def policy_check(problem: Problem, tolerance: Tolerance) -> Callable[[Outcome], 
     loss = rivals.ppo_token_mean(problem.logp64, *constants, count)
     some = _some_rows(problem)
     leaf = problem.pristine[some].double().requires_grad_()
-    picked = (c[some] for c in constants)
-    part = rivals.log_softmax_loss(leaf, problem.targets[some], *picked, count)
+    logp_old, advantages = (values[some] for values in constants)
+    part = rivals.log_softmax_loss(leaf, problem.targets[some], logp_old, advantages, count)
     (grad,) = torch.autograd.grad(part, leaf)
     return partial(_judge, loss, grad, some, tolerance)
 

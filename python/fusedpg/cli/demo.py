@@ -29,7 +29,7 @@ class LargeShape:
     vocab: int = 151_936
 
 
-FAST = Settings(steps=25, prompts=16, longest=4, warmup_batch=64, eval_prompts=256, lr=3e-4)
+FAST = Settings(steps=35, prompts=16, longest=4, warmup_batch=64, eval_prompts=256, lr=3e-4)
 FAST_LARGE = LargeShape(tokens=64, vocab=20_001)
 
 
@@ -73,7 +73,8 @@ def _problems(before: float, after: float, comparisons: list[Comparison]) -> lis
     for c in comparisons:
         if not c.agree:
             found.append(
-                f"{c.backend} and reference disagree on {c.what}: loss by {c.loss_difference:.1e} (at most {LOSS_LIMIT}), "
+                f"{c.backend} and reference disagree on {c.what}: loss by {c.loss_difference:.1e} (at most "
+                f"{LOSS_LIMIT}), "
                 f"gradient by {c.grad_difference:.1e} of its largest entry (at most {GRAD_LIMIT})"
             )
     return found
@@ -177,4 +178,6 @@ def _comparison_table(comparisons: list[Comparison], device: torch.device, conso
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)
-    console.print(f"loss and gradient; time: best of 5; memory: {memory.HOW[device.type]}", style="dim", highlight=False)
+    console.print(
+        f"loss and gradient; time: best of 5; memory: {memory.HOW[device.type]}", style="dim", highlight=False
+    )

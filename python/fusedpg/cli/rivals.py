@@ -16,7 +16,9 @@ def ppo_token_mean(logp: Tensor, logp_old: Tensor, advantages: Tensor, denominat
     return torch.max(-advantages * ratio, -advantages * clipped).sum() / denominator
 
 
-def log_softmax_loss(logits: Tensor, targets: Tensor, logp_old: Tensor, advantages: Tensor, denominator: float) -> Tensor:
+def log_softmax_loss(
+    logits: Tensor, targets: Tensor, logp_old: Tensor, advantages: Tensor, denominator: float
+) -> Tensor:
     """The usual form: log_softmax in fp32, gather, clipped loss, token mean."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     logp = torch.log_softmax(wide, -1).gather(-1, targets[:, None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""A randomly initialised Qwen3 of some hundred thousand parameters, and batched sampling from it. Nothing is downloaded."""
+"""A randomly initialised Qwen3 of under a hundred thousand parameters, and sampling from it. Nothing is downloaded."""
 
 from __future__ import annotations
 
