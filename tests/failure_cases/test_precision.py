@@ -69,7 +69,8 @@ def test_case_103_the_scalar_loss_repeats(backend):
     logp, old, adv = random(4096) - 2, random(4096, seed=1) * 0.2 - 2, random(4096, seed=2)
     spec = fusedpg.loss_spec("ppo_clip", log_ratio_clamp=5.0)
     runs = [
-        from_logp(spec, logp.clone().requires_grad_(), logp_old=old, advantages=adv, backend=backend) for _ in range(50)
+        from_logp(spec, logp.clone().requires_grad_(), logp_old=old, advantages=adv, backend=backend)
+        for _ in range(50 if backend != "triton" or logp.is_cuda else 5)
     ]
     for out, grad in runs[1:]:
         assert_bits(out.loss, runs[0][0].loss)
@@ -78,14 +79,14 @@ def test_case_103_the_scalar_loss_repeats(backend):
 
 def test_case_103_gradient_of_the_logits_repeats(backend):
     """pytorch/pytorch#17350: no float atomics."""
-    logits, targets = random(12, 70), random_ids(70, 12)
+    logits, targets = random(8, 70), random_ids(70, 8)
     spec = fusedpg.loss_spec("gspo", anchor="self", reduction="token-mean", entropy_coef=0.1)
     kwargs = {
         "sequence_advantages": tensor([1.0, -2.0]),
-        "cu_seqlens": tensor([0, 5, 12], torch.int64),
+        "cu_seqlens": tensor([0, 3, 8], torch.int64),
         "backend": backend,
     }
-    runs = [from_logits(spec, logits.clone().requires_grad_(), targets, **kwargs) for _ in range(4)]
+    runs = [from_logits(spec, logits.clone().requires_grad_(), targets, **kwargs) for _ in range(3)]
     for out, grad in runs[1:]:
         assert_bits(out.loss, runs[0][0].loss)
         assert_bits(grad, runs[0][1])
