@@ -181,7 +181,8 @@ class _Rows:
 
     def flags(self, entropy: bool) -> dict[str, Any]:
         """The compile-time choices of a vocabulary kernel."""
-        return {"ENTROPY": entropy, "SOFTCAP": self.softcap > 0.0, **launch.options(launch.VOCABULARY, self.device)}
+        constants = {"ENTROPY": entropy, "SOFTCAP": self.softcap > 0.0}
+        return {**constants, **launch.options(launch.VOCABULARY, self.device, constants)}
 
 
 class _Tokens:
