@@ -16,7 +16,8 @@ from typing import Any
 from .spec import INF, KL, REDUCTION_ALIASES, Anchor, KLRatio, KLTarget, Level, LossSpec, Surrogate
 
 _ENTROPY_KNOBS = frozenset({"entropy_coef"})
-_KL_KNOBS = frozenset({"kl", "kl_coef", "kl_target", "kl_ratio", "kl_clamp", "kl_log_ratio_clamp"})
+_KL_OPTIONS = frozenset({"kl_target", "kl_ratio", "kl_clamp", "kl_log_ratio_clamp"})
+_KL_KNOBS = _KL_OPTIONS | {"kl", "kl_coef"}
 _REDUCTION_KNOBS = frozenset({"reduction", "max_tokens"})
 _COMMON = _ENTROPY_KNOBS | _KL_KNOBS | _REDUCTION_KNOBS
 _RATIO = _COMMON | {"anchor", "log_ratio_clamp"}
@@ -192,6 +193,10 @@ def loss_spec(name: str, **knobs: Any) -> LossSpec:
     spec = entry.spec.replace(**changes)
     if spec.kl != KL.NONE and spec.kl_coef == 0.0 and "kl_coef" not in knobs:
         warnings.warn(f"kl: {knobs['kl']!r} is inert because kl_coef is 0; pass kl_coef", UserWarning, stacklevel=2)
+    for key in sorted(_KL_OPTIONS & set(knobs)) if spec.kl == KL.NONE else ():
+        warnings.warn(
+            f"{key}: {knobs[key]!r} is inert because the loss has no KL term; pass kl", UserWarning, stacklevel=2
+        )
     return spec
 
 
@@ -258,7 +263,7 @@ def _parse_kl(key: str, value: Any) -> dict[str, Any]:
         return {"kl": KL.NONE}
     text = str(value)
     name, plus = text.removesuffix("+"), text.endswith("+")
-    if name.upper() not in KL.__members__ or name == "none":
+    if name.upper() not in KL.__members__ or name.upper() == "NONE":
         raise ValueError(f"kl: expected None, k1, k2, k3 or abs, with an optional trailing '+'; got {value!r}")
     return {"kl": KL[name.upper()], "kl_straight_through": plus}
 
