@@ -587,6 +587,6 @@ def test_mutant_clamps_are_caught(broken, monkeypatch):
 def fails(literal: Literal) -> bool:
     try:
         check(literal)
-    except AssertionError:
+    except (AssertionError, RuntimeError):  # autograd refuses a loss without a graph
         return True
     return False

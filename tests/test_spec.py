@@ -1,0 +1,480 @@
+"""LossSpec, loss_spec and the catalogue: defaults, refusals, encoding, and the mirrors in C++ and Triton."""
+
+import dataclasses
+import inspect
+import math
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import fusedpg
+from fusedpg import losses, reference
+from fusedpg import spec as spec_module
+from fusedpg.metrics import NSUMS, SUM_NAMES
+from fusedpg.spec import KL, NPARAMS, REDUCTIONS, Anchor, KLRatio, KLTarget, Level, LossSpec, Surrogate
+
+ROOT = Path(__file__).parents[1]
+INF, NAN = math.inf, math.nan
+
+
+# ------------------------------------------------------------------ the catalogue
+
+#: the order of the documentation
+ORDER = [
+    "reinforce",
+    "importance_sampling",
+    "ppo_clip",
+    "ppo_dual_clip",
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "bnpo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+]
+
+
+def test_catalogue_order():
+    assert list(fusedpg.CATALOGUE) == ORDER
+    assert list(losses.ENTRIES) == ORDER
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_catalogue_entry(name):
+    entry = losses.ENTRIES[name]
+    assert fusedpg.loss_spec(name) == fusedpg.CATALOGUE[name] == entry.spec
+    assert entry.spec.name == name
+    assert entry.formula
+    assert re.search(r"arXiv:\d{4}\.\d{5}|\(\d{4}\)", entry.source), "a source with a year or an arXiv number"
+
+
+def test_catalogue_is_read_only():
+    with pytest.raises(TypeError):
+        fusedpg.CATALOGUE["mine"] = fusedpg.CATALOGUE["grpo"]
+
+
+def test_catalogue_defaults():
+    """The table of losses, entry by entry; every bound is absolute."""
+    c = fusedpg.CATALOGUE
+    assert c["reinforce"].surrogate == Surrogate.REINFORCE
+    assert c["importance_sampling"].surrogate == Surrogate.IMPORTANCE_RATIO
+    for name in ("ppo_clip", "ppo_dual_clip", "grpo", "dr_grpo", "bnpo"):
+        assert (c[name].surrogate, c[name].clip_low, c[name].clip_high) == (Surrogate.CLIPPED_RATIO, 0.8, 1.2)
+    assert [name for name in ORDER if c[name].dual_clip != INF] == ["ppo_dual_clip"]
+    assert c["ppo_dual_clip"].dual_clip == 3.0
+    assert (c["dapo"].clip_low, c["dapo"].clip_high, c["dapo"].reduction) == (0.8, 1.28, "token-mean")
+    assert (c["grpo"].kl, c["grpo"].kl_coef, c["grpo"].reduction) == (KL.K3, 0.04, "seq-mean-token-mean")
+    assert (c["dr_grpo"].reduction, c["dr_grpo"].max_tokens) == ("seq-mean-token-sum-norm", 1024)
+    for name, level in (("gspo", Level.SEQUENCE), ("gspo_token", Level.SEQUENCE_TOKEN)):
+        assert c[name].level == level
+        assert (c[name].clip_low, c[name].clip_high) == pytest.approx((1 - 3e-4, 1 + 4e-4))
+        assert c[name].log_ratio_clamp == (-INF, 10.0)
+        assert c[name].reduction == "seq-mean-token-mean"
+    assert (c["cispo"].clip_low, c["cispo"].clip_high) == (-INF, 1.2)
+    assert [name for name in ORDER if c[name].has_kl] == ["grpo"]
+
+
+# ------------------------------------------------------------------ LossSpec
+
+
+def test_frozen_hashed_compared_pickled():
+    spec = fusedpg.loss_spec("ppo_clip", epsilon_high=0.3, kl="k3+", kl_coef=0.1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.clip_low = 0.5
+    same = fusedpg.loss_spec("ppo_clip", epsilon_high=0.3, kl="k3+", kl_coef=0.1)
+    assert spec == same
+    assert hash(spec) == hash(same)
+    assert len({spec, same, fusedpg.loss_spec("ppo_clip")}) == 2
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(spec, protocol)) == spec
+
+
+def test_replace_checks():
+    with pytest.raises(ValueError, match="clip_low: expected clip_low <= clip_high"):
+        fusedpg.CATALOGUE["ppo_clip"].replace(clip_low=2.0)
+
+
+def test_spec_needs_only_the_standard_library():
+    assert "torch" not in inspect.getsource(spec_module).replace("torch.compile", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "properties"),
+    [
+        ("ppo_clip", {}, set()),
+        ("ppo_clip", {"kl": "k1", "kl_coef": 0.1}, {"has_kl", "needs_logp_ref"}),
+        ("ppo_clip", {"kl": "k1", "kl_coef": 0.0}, set()),
+        ("ppo_clip", {"kl": "k1", "kl_coef": 0.1, "kl_target": "rollout"}, {"has_kl", "needs_logp_rollout"}),
+        ("ppo_clip", {"anchor": "rollout"}, {"needs_logp_rollout"}),
+        ("ppo_clip", {"reduction": "seq-mean-token-sum"}, {"needs_sequences"}),
+        ("gspo", {"reduction": "token-mean"}, {"needs_sequences"}),
+        ("grpo", {"kl": None}, {"needs_sequences"}),
+    ],
+)
+def test_properties(name, knobs, properties):
+    spec = fusedpg.loss_spec(name, **knobs)
+    every = {"has_kl", "needs_logp_ref", "needs_logp_rollout", "needs_sequences"}
+    assert {p for p in every if getattr(spec, p)} == properties
+
+
+# ------------------------------------------------------------------ knobs
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "expected"),
+    [
+        ("ppo_clip", {"epsilon_low": 0.1, "epsilon_high": 0.3}, {"clip_low": 0.9, "clip_high": 1.3}),
+        ("ppo_clip", {"clip_low": 0.5, "clip_high": 4}, {"clip_low": 0.5, "clip_high": 4.0}),
+        ("ppo_clip", {"clip_low": None, "clip_high": None}, {"clip_low": -INF, "clip_high": INF}),
+        ("ppo_clip", {"epsilon_low": 0.1}, {"clip_low": 0.9, "clip_high": 1.2}),
+        ("ppo_clip", {"epsilon_low": 0.1, "epsilon_high": None}, {"clip_low": 0.9, "clip_high": 1.1}),
+        ("ppo_clip", {"epsilon_low": None, "epsilon_high": 0.1}, {"clip_low": -INF, "clip_high": 1.1}),
+        ("ppo_clip", {"epsilon_low": None, "epsilon_high": None}, {"clip_low": -INF, "clip_high": INF}),
+        ("ppo_dual_clip", {"dual_clip": None}, {"dual_clip": INF}),
+        ("ppo_clip", {"dual_clip": 2, "delta": 1.5}, {"dual_clip": 2.0, "delta": 1.5}),
+        ("ppo_clip", {"log_ratio_clamp": 5}, {"log_ratio_clamp": (-5.0, 5.0)}),
+        ("ppo_clip", {"log_ratio_clamp": (None, 5)}, {"log_ratio_clamp": (-INF, 5.0)}),
+        ("ppo_clip", {"log_ratio_clamp": [-1, 2]}, {"log_ratio_clamp": (-1.0, 2.0)}),
+        ("ppo_clip", {"log_ratio_clamp": None}, {"log_ratio_clamp": (-INF, INF)}),
+        ("ppo_clip", {"anchor": "self"}, {"anchor": Anchor.SELF}),
+        ("ppo_clip", {"anchor": Anchor.ROLLOUT}, {"anchor": Anchor.ROLLOUT}),
+        ("ppo_clip", {"kl": "k3", "kl_coef": 1}, {"kl": KL.K3, "kl_coef": 1.0, "kl_straight_through": False}),
+        ("ppo_clip", {"kl": "abs+", "kl_coef": 1}, {"kl": KL.ABS, "kl_straight_through": True}),
+        ("ppo_clip", {"kl": "k3", "kl_coef": 1}, {"kl_log_ratio_clamp": (-20.0, 20.0)}),
+        ("grpo", {"kl_clamp": (-10, 10)}, {"kl_clamp": (-10.0, 10.0)}),
+        ("grpo", {"kl_log_ratio_clamp": None}, {"kl_log_ratio_clamp": (-INF, INF)}),
+        (
+            "grpo",
+            {"kl_ratio": "live", "kl_target": "rollout"},
+            {"kl_ratio": KLRatio.LIVE, "kl_target": KLTarget.ROLLOUT},
+        ),
+        ("grpo", {"kl": None}, {"kl": KL.NONE, "kl_coef": 0.0}),
+        ("reinforce", {"entropy_coef": -0.01}, {"entropy_coef": -0.01}),
+        (
+            "grpo",
+            {"reduction": "seq-mean-token-sum-fixed", "max_tokens": 7},
+            {"reduction": "seq-mean-token-sum-norm", "max_tokens": 7},
+        ),
+        ("dr_grpo", {"reduction": "token-mean"}, {"reduction": "token-mean", "max_tokens": None}),
+        ("dr_grpo", {"max_tokens": 9}, {"max_tokens": 9}),
+    ],
+    ids=str,
+)
+def test_knobs(name, knobs, expected):
+    spec = fusedpg.loss_spec(name, **knobs)
+    for key, value in expected.items():
+        got = getattr(spec, key)
+        assert type(got) is type(value)
+        assert got == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+NORM = {"reduction": "seq-mean-token-sum-norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("pppo", {}, f"name: expected one of {', '.join(ORDER)}; got 'pppo'"),
+        ("reinforce", {"clip_low": 0.1}, "clip_low: the loss 'reinforce' never reads it; it reads entropy_coef, kl, "),
+        ("cispo", {"dual_clip": 2.0}, "dual_clip: the loss 'cispo' never reads it"),
+        ("gspo", {"delta": 2.0}, "delta: the loss 'gspo' never reads it"),
+        ("ppo_clip", {"epsilon": 0.2}, "epsilon: the loss 'ppo_clip' never reads it; it reads anchor, "),
+        ("ppo_clip", {"epsilon": 0.2}, "remove the knob"),
+        (
+            "ppo_clip",
+            {"epsilon_low": 0.2, "clip_high": 1.2},
+            "epsilon_low: expected either epsilon_low/epsilon_high or clip_low/clip_high; got both; remove one pair",
+        ),
+        ("ppo_clip", {"epsilon_low": -0.1}, "epsilon_low: expected a distance >= 0 from ratio 1; got -0.1"),
+        ("ppo_clip", {"epsilon_high": NAN}, "epsilon_high: expected a number; got nan"),
+        ("ppo_clip", {"epsilon_high": "0.2"}, "epsilon_high: expected a number; got '0.2'"),
+        ("ppo_clip", {"epsilon_high": True}, "epsilon_high: expected a number; got True"),
+        ("ppo_clip", {"clip_low": 2.0}, "clip_low: expected clip_low <= clip_high; got clip_low=2.0, clip_high=1.2"),
+        (
+            "ppo_clip",
+            {"dual_clip": 1.0},
+            "dual_clip: expected a number > 1 (it caps the loss of negative advantages at",
+        ),
+        ("ppo_clip", {"dual_clip": 1.0}, "got 1.0; use None to switch it off"),
+        ("ppo_clip", {"delta": 0.5}, "delta: expected a number > 1 (an upper clamp of the ratio); got 0.5; use None"),
+        (
+            "ppo_clip",
+            {"log_ratio_clamp": (1, 2, 3)},
+            "log_ratio_clamp: expected a number or (low, high); got (1, 2, 3)",
+        ),
+        (
+            "ppo_clip",
+            {"log_ratio_clamp": -1},
+            "log_ratio_clamp: a single number is a symmetric bound and must be >= 0; got -1",
+        ),
+        (
+            "ppo_clip",
+            {"log_ratio_clamp": (2, 1)},
+            "log_ratio_clamp: expected (low, high) with low <= high; got (2.0, 1.0)",
+        ),
+        ("ppo_clip", {"log_ratio_clamp": "20"}, "log_ratio_clamp: expected a number; got '20'"),
+        ("ppo_clip", {"anchor": "new"}, "anchor: expected one of old, self, rollout; got 'new'"),
+        ("grpo", {"kl": "k4"}, "kl: expected None, k1, k2, k3 or abs, with an optional trailing '+'; got 'k4'"),
+        ("grpo", {"kl": "none"}, "kl: expected None, k1, k2, k3 or abs"),
+        ("grpo", {"kl": "NONE"}, "kl: expected None, k1, k2, k3 or abs"),
+        ("grpo", {"kl": "+"}, "kl: expected None, k1, k2, k3 or abs"),
+        ("grpo", {"kl_coef": -0.1}, "kl_coef: expected a finite number >= 0; got -0.1"),
+        ("grpo", {"kl_coef": INF}, "kl_coef: expected a finite number >= 0; got inf"),
+        ("ppo_clip", {"kl_coef": 0.1}, "kl_coef: 0.1 needs an estimator; pass kl='k3' (or k1, k2, abs) as well"),
+        ("grpo", {"kl_target": "old"}, "kl_target: expected one of ref, rollout; got 'old'"),
+        ("grpo", {"kl_ratio": "yes"}, "kl_ratio: expected one of none, detached, live; got 'yes'"),
+        ("grpo", {"entropy_coef": INF}, "entropy_coef: expected a finite number; got inf"),
+        (
+            "grpo",
+            {"reduction": "mean"},
+            f"reduction: expected one of {', '.join(REDUCTIONS)}, seq-mean-token-sum-fixed; got 'mean'",
+        ),
+        (
+            "grpo",
+            NORM,
+            "max_tokens: reduction 'seq-mean-token-sum-norm' divides by it and expects a positive int; got None; pass",
+        ),
+        *(
+            (
+                "grpo",
+                {**NORM, "max_tokens": value},
+                f"expects a positive int; got {value!r}; pass the fixed response budget",
+            )
+            for value in (0, -1, 1.5, True, "8")
+        ),
+        (
+            "grpo",
+            {"max_tokens": 8},
+            "max_tokens: reduction 'seq-mean-token-mean' never reads it; got 8; remove it or use",
+        ),
+    ],
+    ids=str,
+)
+def test_refused_knobs(name, knobs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fusedpg.loss_spec(name, **knobs)
+
+
+def test_refused_level():
+    with pytest.raises(
+        ValueError,
+        match=re.escape("level: surrogate 'reinforce' has no ratio, so it has no sequence level; use level='token'"),
+    ):
+        fusedpg.CATALOGUE["reinforce"].replace(level=Level.SEQUENCE)
+
+
+@pytest.mark.parametrize("field", ["clip_low", "clip_high", "dual_clip", "delta", "kl_coef", "entropy_coef"])
+def test_nan_fields_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field}: expected a"):
+        fusedpg.CATALOGUE["ppo_clip"].replace(**{field: NAN})
+
+
+def test_inert_kl_warns():
+    with pytest.warns(UserWarning, match="kl: 'k3' is inert because kl_coef is 0; pass kl_coef"):
+        fusedpg.loss_spec("ppo_clip", kl="k3")
+
+
+@pytest.mark.parametrize(
+    "knob", [{"kl_clamp": 10}, {"kl_ratio": "live"}, {"kl_target": "rollout"}, {"kl_log_ratio_clamp": 5}], ids=str
+)
+def test_inert_kl_options_warn(knob):
+    """A knob that is honoured but has no effect says so."""
+    with pytest.warns(UserWarning, match=f"{next(iter(knob))}: .*inert"):
+        fusedpg.loss_spec("ppo_clip", **knob)
+
+
+# ------------------------------------------------------------------ encoding
+
+
+def test_encode_layout():
+    """Position by position, as the kernels read it."""
+    spec = LossSpec(
+        "x",
+        Surrogate.CLIPPED_RATIO,
+        Level.SEQUENCE_TOKEN,
+        Anchor.ROLLOUT,
+        clip_low=0.7,
+        clip_high=1.4,
+        dual_clip=3.5,
+        delta=2.5,
+        log_ratio_clamp=(-8.0, 9.0),
+        kl=KL.ABS,
+        kl_straight_through=True,
+        kl_coef=0.25,
+        kl_target=KLTarget.ROLLOUT,
+        kl_ratio=KLRatio.LIVE,
+        kl_clamp=(-1.0, 2.0),
+        kl_log_ratio_clamp=(-3.0, 4.0),
+        entropy_coef=0.125,
+    )
+    expected = [2, 2, 2, 0.7, 1.4, 3.5, 2.5, -8, 9, 4, 0.25, 1, 2, 1, -1, 2, -3, 4, 0.125, 0, 0, 0, 0, 0]
+    assert spec.encode() == expected
+    assert len(spec.encode()) == NPARAMS == 24
+    assert all(type(number) is float for number in spec.encode())
+
+
+def test_encode_defaults():
+    bare = LossSpec("x", Surrogate.REINFORCE).encode()
+    assert bare == [0, 0, 0, -INF, INF, INF, INF, -INF, INF, 0, 0, 0, 0, 0, -INF, INF, -INF, INF, 0, 0, 0, 0, 0, 0]
+
+
+def test_encode_switches_an_inert_kl_off():
+    spec = fusedpg.loss_spec("grpo", kl_coef=0.0)
+    assert spec.encode()[9] == 0
+
+
+def test_codes_are_fixed():
+    assert [s.value for s in Surrogate] == [0, 1, 2, 3]
+    assert {s.name: s.value for s in Surrogate} == {
+        "REINFORCE": 0,
+        "IMPORTANCE_RATIO": 1,
+        "CLIPPED_RATIO": 2,
+        "CISPO": 3,
+    }
+    assert {s.name: s.value for s in Level} == {"TOKEN": 0, "SEQUENCE": 1, "SEQUENCE_TOKEN": 2}
+    assert {s.name: s.value for s in Anchor} == {"OLD": 0, "SELF": 1, "ROLLOUT": 2}
+    assert {s.name: s.value for s in KL} == {"NONE": 0, "K1": 1, "K2": 2, "K3": 3, "ABS": 4}
+    assert {s.name: s.value for s in KLTarget} == {"REF": 0, "ROLLOUT": 1}
+    assert {s.name: s.value for s in KLRatio} == {"NONE": 0, "DETACHED": 1, "LIVE": 2}
+
+
+# ------------------------------------------------------------------ one function for every member, in three languages
+
+FUNCTIONS = [member.name.lower() for member in Surrogate] + [f"kl_{member.name.lower()}" for member in KL if member]
+SHARED = ["clamp_log_ratio", "surrogate", "kl_term", *FUNCTIONS]
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_reference_has_the_function(name):
+    assert callable(getattr(reference, name, None)), f"write reference.{name}"
+
+
+@pytest.mark.parametrize("name", [*SHARED, "token_terms"])
+def test_cpp_has_the_function(name):
+    assert re.search(rf"^FPG_FN \S+(<\w+>)? {name}\(", source("csrc/terms.h"), re.MULTILINE), (
+        f"write {name} in csrc/terms.h"
+    )
+
+
+@pytest.mark.parametrize("name", [*SHARED, "token_terms"])
+def test_triton_has_the_function(name):
+    assert re.search(rf"^@triton\.jit\ndef {name}\(", source("kernels/terms.py"), re.MULTILINE), (
+        f"write {name} in kernels/terms.py"
+    )
+
+
+def test_functions_come_in_the_same_order():
+    patterns = {
+        "csrc/terms.h": r"^FPG_FN .*?(\w+)\(",
+        "kernels/terms.py": r"^def (\w+)\(",
+        "python/fusedpg/reference.py": r"^def (\w+)\(",
+    }
+    orders = {
+        path: [name for name in re.findall(pattern, source(path), re.MULTILINE) if name in SHARED]
+        for path, pattern in patterns.items()
+    }
+    assert orders["csrc/terms.h"] == orders["kernels/terms.py"]
+    assert sorted(orders["python/fusedpg/reference.py"]) == sorted(SHARED)
+    assert orders["csrc/terms.h"] == orders["python/fusedpg/reference.py"]
+
+
+def cpp_enum(name: str) -> dict[str, int]:
+    """Enumerators of csrc/spec.h."""
+    body = re.search(rf"enum (?:class )?{name}\b[^{{]*{{([^}}]*)}}", source("csrc/spec.h")).group(1)
+    return {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)", body)}
+
+
+@pytest.mark.parametrize(
+    ("enum", "name"),
+    [
+        (Surrogate, "Surrogate"),
+        (Level, "Level"),
+        (Anchor, "Anchor"),
+        (KL, "Kl"),
+        (KLTarget, "KlTarget"),
+        (KLRatio, "KlRatio"),
+    ],
+)
+def test_cpp_codes(enum, name):
+    assert list(cpp_enum(name).values()) == [member.value for member in enum]
+    if name != "Surrogate":  # the surrogates have short names there
+        assert list(cpp_enum(name)) == [member.name.lower() for member in enum]
+
+
+#: parameter names in the order of LossSpec.encode()
+PARAMETERS = [
+    "SURROGATE",
+    "LEVEL",
+    "ANCHOR",
+    "CLIP_LOW",
+    "CLIP_HIGH",
+    "DUAL_CLIP",
+    "DELTA",
+    "LOG_RATIO_LO",
+    "LOG_RATIO_HI",
+    "KL",
+    "KL_COEF",
+    "KL_TARGET",
+    "KL_RATIO",
+    "KL_STRAIGHT_THROUGH",
+    "KL_LO",
+    "KL_HI",
+    "KL_LOG_RATIO_LO",
+    "KL_LOG_RATIO_HI",
+    "ENTROPY_COEF",
+]
+
+
+def test_cpp_parameter_indices():
+    got = cpp_enum("Param")
+    assert got.pop("NPARAMS") == NPARAMS
+    assert got == {f"P_{name}": i for i, name in enumerate(PARAMETERS)}
+
+
+def test_triton_parameter_indices():
+    got = {
+        n: int(i)
+        for n, i in re.findall(r"^([A-Z_]+) = tl\.constexpr\((\d+)\)$", source("kernels/terms.py"), re.MULTILINE)
+    }
+    assert {name: got.get(name) for name in PARAMETERS} == {name: i for i, name in enumerate(PARAMETERS)}
+
+
+def test_cpp_metric_positions():
+    got = cpp_enum("Sum")
+    assert got.pop("NSUMS") == NSUMS == len(SUM_NAMES)
+    assert list(got.values()) == list(range(NSUMS))
+    assert [name for name in SUM_NAMES if f"S_{name.upper()}" in got][:2] == ["numerator", "tokens"]
+
+
+@pytest.mark.parametrize(
+    "name", [n.name for n in dataclasses.fields(LossSpec) if n.name not in ("name", "reduction", "max_tokens")]
+)
+def test_every_field_reaches_the_kernels(name):
+    """Changing any field that is not about reductions changes the encoding."""
+    base = LossSpec("x", Surrogate.CLIPPED_RATIO, kl=KL.K1, kl_coef=0.5)
+    other = {
+        "surrogate": Surrogate.CISPO,
+        "level": Level.SEQUENCE,
+        "anchor": Anchor.SELF,
+        "clip_low": 0.5,
+        "clip_high": 2.0,
+        "dual_clip": 2.0,
+        "delta": 2.0,
+        "kl": KL.K2,
+        "kl_straight_through": True,
+        "kl_coef": 0.25,
+        "kl_target": KLTarget.ROLLOUT,
+        "kl_ratio": KLRatio.LIVE,
+        "entropy_coef": 0.5,
+    }.get(name, (-1.0, 1.0))
+    changed = [
+        i for i, (a, b) in enumerate(zip(base.encode(), base.replace(**{name: other}).encode(), strict=True)) if a != b
+    ]
+    assert len(changed) == (2 if isinstance(other, tuple) else 1)
