@@ -104,9 +104,11 @@ class Metrics(Mapping[str, Tensor]):
         return cls(torch.empty(0), torch.empty(0))
 
     def merge(self, *others: Metrics) -> Metrics:
-        """Metrics of the union of several calls: sums and counts add, extrema stay extrema."""
-        parts = (self, *others)
-        totals = torch.stack([m.totals.double() for m in parts]).sum(0).to(self.totals.dtype)
+        """Metrics of the union of several calls: sums and counts add, extrema stay extrema; no metrics add nothing."""
+        parts = [m for m in (self, *others) if m.totals.numel()]
+        if not parts:
+            return self
+        totals = torch.stack([m.totals.double() for m in parts]).sum(0).to(parts[0].totals.dtype)
         extrema = torch.stack([m.extrema for m in parts])
         return Metrics(totals, torch.stack([extrema[:, 0].amin(), extrema[:, 1].amax(), extrema[:, 2].amax()]))
 
