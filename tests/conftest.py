@@ -7,6 +7,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one worker a core already; spinning OpenMP threads would only get in their way
+
 import pytest
 
 from fusedpg import dispatch
