@@ -275,6 +275,8 @@ def write_gradient(
     head, body = parts(offset, V, VEC)
     body_ptr = x_ptr + aligned(offset, VEC)
     log_sum2 = log_sum * LOG2E
+    # 32 bits are cheaper to compare; an id outside [0, V) is no column
+    target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if (out_offset - offset) % VEC == 0:
         # the same misalignment: the stores are whole vectors too
         gradient_span(

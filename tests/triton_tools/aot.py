@@ -31,7 +31,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 DTYPES = ("bf16", "fp16", "fp32")
-_LOGITS = ("x_ptr", "out_ptr")
+LOGITS = ("x_ptr", "out_ptr")
 _POINTERS = {"target_ptr": "*i64", "cu_ptr": "*i64", "counter_ptr": "*i32", "partial_ptr": "*fp64"}
 
 
@@ -59,6 +59,10 @@ class Loop:
         return self.count(r"STG\S*\.128|global_store_dwordx4|buffer_store_dwordx4")
 
     @property
+    def narrow_stores(self) -> int:
+        return self.count(r"STG|global_store|buffer_store") - self.wide_stores
+
+    @property
     def shuffles_and_barriers(self) -> int:
         return self.count(r"SHFL|BAR|ds_|s_barrier|LDS|STS")
 
@@ -79,6 +83,7 @@ class Report:
     spills: int
     loops: tuple[Loop, ...]
     code: str
+    ptx: str = ""
 
     @property
     def vocabulary_loops(self) -> tuple[Loop, ...]:
@@ -109,19 +114,20 @@ def variants(kernels: str = "", dtypes: tuple[str, ...] = DTYPES) -> Iterator[tu
                 yield fn, constants, shape, dtype
 
 
+def argument_type(parameter: Any, constants: dict[str, Any], dtype: str) -> str:
+    """The type that a launch gives a kernel's parameter."""
+    if parameter.name in constants:
+        return "constexpr"
+    if parameter.name in LOGITS:
+        return f"*{dtype}"
+    return parameter.annotation_type or _POINTERS.get(parameter.name, "*fp32")
+
+
 def compile_kernel(fn: Any, constants: dict[str, Any], shape: Any, dtype: str, target: str) -> Any:
     """Compile as the JIT would: the logits' addresses are multiples of 16, nothing is known of N, V and strides."""
-    signature, attrs, constexprs = {}, {}, {}
-    for i, parameter in enumerate(fn.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-            constexprs[(i,)] = constants[name]
-        elif name in _LOGITS:
-            signature[name] = f"*{dtype}"
-            attrs[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = parameter.annotation_type or _POINTERS.get(name, "*fp32")
+    signature = {p.name: argument_type(p, constants, dtype) for p in fn.params}
+    constexprs = {(i,): constants[p.name] for i, p in enumerate(fn.params) if p.name in constants}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(fn.params) if p.name in LOGITS}
     gpu = TARGETS[target]
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     options = launch.target_options(shape, gpu.backend, gpu.warp_size, constants)
@@ -145,7 +151,7 @@ def report(fn: Any, constants: dict[str, Any], shape: Any, dtype: str, target: s
         spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
         loops = _loops(code, r"^(\.L_x_\d+):", r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
     found = tuple(Loop(ops, elements) for ops in loops)
-    return Report(fn.__name__, flags, dtype, target, registers, spills, found, code)
+    return Report(fn.__name__, flags, dtype, target, registers, spills, found, code, compiled.asm.get("ptx", ""))
 
 
 def reports(
@@ -158,22 +164,56 @@ def reports(
 
 
 def _loops(code: str, label: str, branch: str, instruction: str) -> list[Counter[str]]:
-    """Instruction counts of the innermost loops: a backward branch with no other one inside."""
-    lines = code.splitlines()
-    seen: dict[str, int] = {}
-    spans = []
-    for i, line in enumerate(lines):
+    """Instruction counts of the innermost natural loops, in the order of the code.
+
+    A compiler may put a loop's predicated parts anywhere, so a backward jump alone says little: a loop is an edge to a
+    block that dominates its source, with every block from which the source is reached.
+    """
+    blocks: list[list[str]] = [[]]  # instructions
+    names: dict[str, int] = {}
+    jumps: list[tuple[int, str, bool]] = []  # (block, label, falls through as well)
+    for line in code.splitlines():
         if m := re.match(label, line):
-            seen[m[1]] = i
-        elif (m := re.search(branch, line)) and m[1] in seen:
-            spans.append((seen[m[1]], i))
-    # rotated loops may close twice on one label: the longest span is the loop
-    spans = [(a, max(e for s, e in spans if s == a)) for a in {s for s, _ in spans}]
-    innermost = [(a, b) for a, b in spans if not any(a <= s and e <= b and (s, e) != (a, b) for s, e in spans)]
-    found = []
-    for a, b in sorted(innermost):
-        found.append(Counter(m[1] for line in lines[a : b + 1] if (m := re.match(instruction, line))))
-    return found
+            blocks.append([])
+            names[m[1]] = len(blocks) - 1
+        elif m := re.match(instruction, line):
+            blocks[-1].append(m[1])
+            if target := re.search(branch, line):
+                jumps.append((len(blocks) - 1, target[1], bool(re.search(r"@|cbranch", line))))
+                blocks.append([])
+            elif m[1] in ("EXIT", "s_endpgm") and "@" not in line:
+                jumps.append((len(blocks) - 1, "", False))
+                blocks.append([])
+    successors = [{i + 1} if i + 1 < len(blocks) else set() for i in range(len(blocks))]
+    for i, name, falls in jumps:
+        successors[i] = (successors[i] if falls else set()) | ({names[name]} if name in names else set())
+    predecessors: list[set[int]] = [set() for _ in blocks]
+    reached, pending = {0}, [0]
+    while pending:
+        for t in successors[i := pending.pop()]:
+            predecessors[t].add(i)
+            if t not in reached:
+                reached.add(t)
+                pending.append(t)
+    everything = set(range(len(blocks)))
+    dominators = [{0}] + [everything] * (len(blocks) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for i in range(1, len(blocks)):
+            common = set.intersection(*(dominators[p] for p in predecessors[i])) if predecessors[i] else set()
+            if i in reached and (new := common | {i}) != dominators[i]:
+                dominators[i], changed = new, True
+    bodies: dict[int, set[int]] = {}
+    for source in reached:
+        for header in successors[source] & dominators[source]:
+            body, pending = bodies.setdefault(header, {header}), [source]
+            while pending:
+                if (block := pending.pop()) not in body:
+                    body.add(block)
+                    pending += predecessors[block]
+    innermost = [h for h, body in bodies.items() if not any(other != h and other in body for other in bodies)]
+    return [Counter(op for block in sorted(bodies[h]) for op in blocks[block]) for h in sorted(innermost)]
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
