@@ -38,11 +38,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 NATIVE = ("cpu", "triton")
 
 
-def backend_device(backend: str) -> torch.device:
-    """Triton tests use the GPU where there is one, else CPU tensors under the interpreter."""
-    return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
-
-
 @pytest.fixture(params=["reference", *NATIVE])
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend, the reference included."""

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 import fusedpg
-from conftest import backend_device
 from fusedpg.spec import Level, LossSpec
+
+
+def backend_device(backend: str) -> torch.device:
+    """Triton tests use the GPU where there is one, else CPU tensors under the interpreter."""
+    return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+
 
 F32 = torch.finfo(torch.float32).eps
 

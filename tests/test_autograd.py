@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import fusedpg
-from conftest import backend_device
-from support import TERMS, make_case, run, spec_for
+from support import TERMS, backend_device, make_case, run, spec_for
 
 
 def loss_of(spec, case, backend: str, logits: torch.Tensor, **extra):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import fusedpg
-from conftest import backend_device
-from support import make_case, spec_for
+from support import backend_device, make_case, spec_for
 
 
 def call(backend: str, name: str = "ppo_clip", *, vocab: int = 5003, terms: str = "k3-entropy", packed: bool = True):

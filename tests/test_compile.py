@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import fusedpg
-from conftest import backend_device
 from fusedpg import ops
-from support import make_case, spec_for
+from support import backend_device, make_case, spec_for
 
 
 def compiled_step(backend: str, spec):
