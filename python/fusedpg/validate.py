@@ -112,6 +112,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, targets: Tensor, base_name: str) -> Non
             f"cu_seqlens: expected None for padded input {_shape(targets)} (each row is a sequence); got a tensor; "
             "flatten the batch to (N,) to pass packed sequences"
         )
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected int32 or int64 of shape (S+1,); got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise ValueError(
             f"cu_seqlens: expected int32 or int64 of shape (S+1,); got {cu_seqlens.dtype} {_shape(cu_seqlens)}"
