@@ -1,6 +1,7 @@
 """Stages A and C: log-probability (and entropy) of a target per row of logits, and the gradient of both.
 
-    logp = log_softmax(z)[target],  H = entropy(softmax(z)),  z = softcap*tanh(logit_scale*x/softcap)/T or logit_scale*x/T
+    logp = log_softmax(z)[target],  H = entropy(softmax(z)),  z = softcap*tanh(logit_scale*x/softcap)/T
+           or, without a soft cap, logit_scale*x/T
     dL/dx = [c*(1[target] - p) - e*p*(log p + H)] * dz/dx,  c = dL/dlogp, e = dL/dH
 
 Forward reads the logits once. Few rows are split: `logprob_split_kernel` leaves one state a chunk and
@@ -73,10 +74,10 @@ def logprob_forward_kernel(
     row_max = tl.zeros((), tl.float32)
     log_sum = tl.zeros((), tl.float32)
     if row_weight(w_ptr, row, given) != 0.0:
-        k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
+        k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         target = tl.load(target_ptr + row)
-        logp, entropy, row_max, log_sum, x_edge = row_statistics(
+        logp, entropy, row_max, log_sum, _edge = row_statistics(
             x_ptr + offset, x_ptr, offset, target, V, k, k2, softcap, inner,
             BLOCK, CHUNK, VEC, ENTROPY, SOFTCAP, "evict_first",
         )  # fmt: skip
@@ -95,15 +96,13 @@ def logprob_split_kernel(
     part = tl.program_id(0).to(tl.int64)
     row = part // chunks
     if row_weight(w_ptr, row, given) != 0.0:
-        k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
+        _k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
-        head, body = parts(offset, V, VEC)
+        _head, body = parts(offset, V, VEC)
         lo = (part - row * chunks).to(tl.int32) * CHUNK
         hi = tl.minimum(lo + CHUNK, body)
         body_ptr = x_ptr + aligned(offset, VEC)
-        m, s, h = chunk_state(
-            body_ptr, lo, hi, body, k2, softcap, inner, BLOCK, VEC, ENTROPY, SOFTCAP, "evict_first"
-        )
+        m, s, h = chunk_state(body_ptr, lo, hi, body, k2, softcap, inner, BLOCK, VEC, ENTROPY, SOFTCAP, "evict_first")
         tl.store(part_max_ptr + part, m)
         tl.store(part_sum_ptr + part, s)
         if ENTROPY:
@@ -126,7 +125,7 @@ def logprob_combine_kernel(
     row_max = tl.zeros((), tl.float32)
     log_sum = tl.zeros((), tl.float32)
     if row_weight(w_ptr, row, given) != 0.0:
-        k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
+        k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         head, body = parts(offset, V, VEC)
         x_target = load_target(x_ptr + offset, tl.load(target_ptr + row), V)
@@ -169,7 +168,7 @@ def logprob_backward_kernel(
         entropy = tl.load(entropy_ptr + row)
     live = (c != 0.0) | (e != 0.0)
     scale = tl.load(scale_ptr, mask=(given & HAS_SCALE) != 0, other=1.0)
-    k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
+    _k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
     offset = row_offset(row, T, stride_b, stride_t, shift)
     out_offset = row_offset(row, T, out_stride_b, out_stride_t, out_shift)
     head, body = parts(offset, V, VEC)

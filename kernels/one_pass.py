@@ -33,7 +33,7 @@ def one_pass_kernel(
     w = row_weight(w_ptr, row, given)
     active = w != 0.0
     offset = row_offset(row, T, stride_b, stride_t, shift)
-    head, body = parts(offset, V, VEC)
+    _head, body = parts(offset, V, VEC)
     target = tl.load(target_ptr + row, mask=active, other=0)
     k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
     # a row without weight has no columns to read: its statistics are then replaced by zeros
@@ -52,7 +52,7 @@ def one_pass_kernel(
         row, active, logp, adv_ptr, logp_ref_ptr, logp_rollout_ptr, is_weights_ptr, spec, given
     )
     d_raw = log_ratio(row, active, logp, logp_old_ptr, logp_rollout_ptr, spec, given)
-    x, dr, dl, d, r, kl, dual = token_terms(logp, d_raw, adv, logp_kl, is_weight, entropy, spec)
+    _x, dr, dl, _d, _r, _kl, _dual = token_terms(logp, d_raw, adv, logp_kl, is_weight, entropy, spec)
     c = tl.where(active, w * (dl + dr), 0.0)
     e = tl.where(active, -spec[ENTROPY_COEF] * w, 0.0)
     live = (c != 0.0) | (e != 0.0)
@@ -95,10 +95,10 @@ def sequence_forward_kernel(
     row_max = tl.zeros((), tl.float32)
     log_sum = tl.zeros((), tl.float32)
     if row_weight(w_ptr, row, given) != 0.0:
-        k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
+        k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         target = tl.load(target_ptr + row)
-        logp, entropy, row_max, log_sum, x_edge = row_statistics(
+        logp, entropy, row_max, log_sum, _edge = row_statistics(
             x_ptr + offset, x_ptr, offset, target, V, k, k2, softcap, inner,
             BLOCK, CHUNK, VEC, ENTROPY, SOFTCAP, "evict_first",
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """Sequence means: z_s = sum w*d / sum w over a sequence's tokens, and D_s = sum w*dr / sum w, the adjoint of z_s.
 
 Both are spread to the sequence's tokens, where `token_block_kernel` reads them. Sums are fp64, in an order fixed by the
-sequence alone. `sequence_means` serves the kernel here and the last row to arrive in `one_pass.sequence_forward_kernel`.
+sequence alone. `sequence_means` serves the kernel here and the last row to arrive in
+`one_pass.sequence_forward_kernel`.
 """
 
 import triton
@@ -56,7 +57,7 @@ def sequence_means(
                 rows, selected, logp, adv_ptr, logp_ref_ptr, logp_rollout_ptr, is_weights_ptr, spec, given
             )
             none = zeros_as(logp)
-            x, dr, dl, d, r, kl, dual = token_terms(logp, none + z, adv, logp_kl, is_weight, none, spec)
+            _x, dr, _dl, _d, _r, _kl, _dual = token_terms(logp, none + z, adv, logp_kl, is_weight, none, spec)
             adjoint += tl.where(selected, w.to(tl.float64) * dr.to(tl.float64), 0.0)
     mean_adjoint = (tl.sum(adjoint, 0) / units).to(tl.float32)
 

@@ -136,9 +136,7 @@ def token_block_kernel(
     coef = spec[ENTROPY_COEF]
     e = tl.where(selected, -coef * w, 0.0)
     tl.store(e_ptr + rows, e, mask=rows < tl.where(coef != 0.0, N, 0))
-    put_sums(
-        partial_ptr + block * _WIDTH, selected, w, x, c, d, r, kl, dual, adv, entropy, is_weight, spec, given
-    )
+    put_sums(partial_ptr + block * _WIDTH, selected, w, x, c, d, r, kl, dual, adv, entropy, is_weight, spec, given)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

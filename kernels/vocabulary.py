@@ -1,4 +1,6 @@
-"""Device functions over one row of logits: online softmax statistics and the gradient, shared by every vocabulary kernel.
+"""Device functions over one row of logits: online softmax statistics and the gradient.
+
+Every vocabulary kernel is made of them.
 
 A row is read as an unaligned head (less than 16 bytes), a body of whole 16-byte vectors, and a tail, so that the loop
 keeps 128-bit loads for every V and stride. The body is cut into chunks of CHUNK columns counted from its first vector.

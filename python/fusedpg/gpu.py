@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from fusedpg.kernels import launch, logprob, one_pass, segments, token_loss as tokens
+from fusedpg.kernels import launch, logprob, one_pass, segments
+from fusedpg.kernels import token_loss as tokens
+from fusedpg.kernels.arguments import Rows, Statistics, Tokens, aligned_base
 
-from .spec import Level
-
-__all__ = ["logprob_forward", "logprob_backward", "token_loss", "loss_forward"]
-
-_LEVEL, _ENTROPY_COEF = 1, 18
-_STORAGE = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["logprob_backward", "logprob_forward", "loss_forward", "token_loss"]
 
 
 def logprob_forward(
@@ -36,7 +32,8 @@ def logprob_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stage A -> (logp, entropy, row_max, log_sum), fp32 (N,) each; entropy is empty when not wanted."""
     w = None if active is None else active.to(torch.float32)
-    rows = _Rows(logits, targets, w, row_temperature, temperature, softcap, logit_scale)
+    _check_device(logits)
+    rows = Rows(logits, targets, w, row_temperature, temperature, softcap, logit_scale)
     with _on(logits):
         return _forward(rows, want_entropy).public()
 
@@ -56,7 +53,8 @@ def logprob_backward(
     out: Tensor,
 ) -> None:
     """Stage C: write c*dlogp/dlogits + e*dH/dlogits to `out`, which may be `logits` itself."""
-    rows = _Rows(logits, targets, None, row_temperature, temperature, softcap, logit_scale)
+    _check_device(logits)
+    rows = Rows(logits, targets, None, row_temperature, temperature, softcap, logit_scale)
     with _on(logits):
         _backward(rows, row_max, log_sum, entropy, c, e, None, out)
 
@@ -75,7 +73,7 @@ def token_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stage B alone -> (per_token, c, e, sums); c and e without the scale, e empty when the spec has no entropy."""
     _check_device(logp)
-    b = _Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logp.device)
+    b = Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logp.device)
     with _on(logp):
         if b.sequence_level:
             _sequence_means(b, logp)
@@ -102,190 +100,34 @@ def loss_forward(
     grad_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Stages A and B, and C into `grad_out` -> (logp, entropy, row_max, log_sum, per_token, c, e, sums)."""
-    rows = _Rows(logits, targets, w, row_temperature, temperature, softcap, logit_scale)
-    b = _Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logits.device)
+    _check_device(logits)
+    rows = Rows(logits, targets, w, row_temperature, temperature, softcap, logit_scale)
+    b = Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logits.device)
     want_entropy = want_entropy or b.has_entropy_term
     with _on(logits):
-        pass_c = grad_out is not None
-        if rows.split or (not b.sequence_level and grad_out is None):
+        one_launch = not b.sequence_level and not rows.split
+        if grad_out is not None and one_launch:
+            stats = _one_pass(rows, b, want_entropy, scale, grad_out)
+        elif b.sequence_level and not rows.split:
+            stats = _sequence_forward(rows, b, want_entropy)
+        else:
             stats = _forward(rows, want_entropy)
             if b.sequence_level:
                 _sequence_means(b, stats.logp)
-        elif b.sequence_level:
-            stats = _sequence_forward(rows, b, want_entropy)
-        else:
-            stats = _one_pass(rows, b, want_entropy, scale, grad_out)
-            pass_c = False
         entropy = stats.entropy if want_entropy else None
         per_token, c, e, sums = _token_loss(b, stats.logp, entropy)
-        if pass_c:
+        if grad_out is not None and not one_launch:
             e_term = e if b.has_entropy_term else None
             h_term = entropy if b.has_entropy_term else None
             _backward(rows, stats.row_max, stats.log_sum, h_term, c, e_term, scale, grad_out)
     return (*stats.public(), per_token, c, e, sums)
 
 
-# ---------------------------------------------------------------- arguments
-
-
-class _Rows:
-    """The logits as the kernels see them: an aligned base, strides, and what maps a logit."""
-
-    def __init__(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        w: Tensor | None,
-        row_temperature: Tensor | None,
-        temperature: float,
-        softcap: float,
-        logit_scale: float,
-    ) -> None:
-        if logits.dtype not in _STORAGE:
-            raise TypeError(
-                f"logits: the triton backend computes in fp32 and takes float32, bfloat16 or float16, got {logits.dtype}; "
-                "use backend='reference' (or 'cpu' for CPU tensors) for float64"
-            )
-        _check_device(logits)
-        batch, self.T, self.V = logits.shape
-        self.N = batch * self.T
-        self.device = logits.device
-        self.logits, self.targets, self.w, self.row_temperature = logits, targets, w, row_temperature
-        self.chunks = max(1, triton.cdiv(self.V, launch.VOCABULARY.chunk))
-        self.split = launch.split_rows(self.N, self.chunks, self.device)
-        self.softcap = float(softcap)
-        self.map = {"temperature": float(temperature), "softcap": self.softcap, "logit_scale": float(logit_scale)}
-        self.base, shift = _aligned_base(logits)
-        self.place = {
-            "T": self.T,
-            "V": self.V,
-            "stride_b": logits.stride(0),
-            "stride_t": logits.stride(1),
-            "shift": shift,
-        }
-
-    def arguments(self) -> dict[str, Any]:
-        """What every vocabulary kernel takes."""
-        dummy = self.targets.view(torch.float32)
-        temperature = dummy if self.row_temperature is None else self.row_temperature
-        return {"x_ptr": self.base, "row_temperature_ptr": temperature, **self.place, **self.map}
-
-    def weights(self) -> Tensor:
-        """The rows' weights, or a stand-in that is not read."""
-        return self.targets.view(torch.float32) if self.w is None else self.w
-
-    @property
-    def given(self) -> int:
-        w = 0 if self.w is None else launch.HAS_W
-        return w | (0 if self.row_temperature is None else launch.HAS_ROW_TEMPERATURE)
-
-    def flags(self, entropy: bool) -> dict[str, Any]:
-        """The compile-time choices of a vocabulary kernel."""
-        constants = {"ENTROPY": entropy, "SOFTCAP": self.softcap > 0.0}
-        return {**constants, **launch.options(launch.VOCABULARY, self.device, constants)}
-
-
-class _Tokens:
-    """The per-token inputs of stage B; a tensor that was not given is stood in for by `w` and not read."""
-
-    def __init__(
-        self,
-        spec: list[float],
-        w: Tensor,
-        advantages: Tensor,
-        logp_old: Tensor | None,
-        logp_ref: Tensor | None,
-        logp_rollout: Tensor | None,
-        is_weights: Tensor | None,
-        cu: Tensor | None,
-        device: torch.device,
-    ) -> None:
-        self.w, self.cu, self.N = w, cu, w.numel()
-        self.sequence_level = spec[_LEVEL] != Level.TOKEN and self.N > 0
-        self.has_entropy_term = spec[_ENTROPY_COEF] != 0.0
-        if self.sequence_level and cu is None:
-            raise ValueError("cu: a sequence-level loss needs the sequence bounds, got None")
-        self.given = 0
-        optional = {
-            "logp_old_ptr": (logp_old, launch.HAS_LOGP_OLD),
-            "logp_ref_ptr": (logp_ref, launch.HAS_LOGP_REF),
-            "logp_rollout_ptr": (logp_rollout, launch.HAS_LOGP_ROLLOUT),
-            "is_weights_ptr": (is_weights, launch.HAS_IS_WEIGHTS),
-        }
-        self.tensors: dict[str, Any] = {"spec_ptr": _spec_tensor(tuple(spec), device), "adv_ptr": advantages}
-        for name, (tensor, flag) in optional.items():
-            self.given |= 0 if tensor is None else flag
-            self.tensors[name] = w if tensor is None else tensor
-        # sequence means; zeros, so that a token of no sequence is defined
-        shape = (self.N if self.sequence_level else 0,)
-        self.z, self.adjoint = w.new_zeros(shape), w.new_zeros(shape)
-
-    def arguments(self) -> dict[str, Any]:
-        """What every kernel of stage B takes."""
-        return {**self.tensors, "w_ptr": self.w}
-
-    def means(self) -> dict[str, Any]:
-        """Where the sequence means live."""
-        if not self.sequence_level:
-            return {"z_ptr": self.w, "adjoint_ptr": self.w}
-        return {"z_ptr": self.z, "adjoint_ptr": self.adjoint}
-
-
-@dataclass
-class _Statistics:
-    """The outputs of stage A; `entropy` stands on another tensor where it is not wanted."""
-
-    logp: Tensor
-    entropy: Tensor
-    row_max: Tensor
-    log_sum: Tensor
-    has_entropy: bool
-
-    @classmethod
-    def empty(cls, rows: _Rows, want_entropy: bool) -> _Statistics:
-        new = functools.partial(torch.empty, rows.N, dtype=torch.float32, device=rows.device)
-        logp = new()
-        return cls(logp, new() if want_entropy else logp, new(), new(), want_entropy)
-
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "logp_ptr": self.logp,
-            "entropy_ptr": self.entropy,
-            "row_max_ptr": self.row_max,
-            "log_sum_ptr": self.log_sum,
-        }
-
-    @property
-    def given(self) -> int:
-        return launch.HAS_ENTROPY if self.has_entropy else 0
-
-    def public(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        entropy = self.entropy if self.has_entropy else self.logp.new_empty(0)
-        return self.logp, entropy, self.row_max, self.log_sum
-
-
-@functools.lru_cache(maxsize=256)
-def _spec_tensor(spec: tuple[float, ...], device: torch.device) -> Tensor:
-    """The spec on the device, copied there once."""
-    return torch.tensor(spec, dtype=torch.float32, device=device)
-
-
-def _aligned_base(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor that begins at the 16-byte boundary at or before `tensor`, and the elements between the two.
-
-    Triton compiles for the alignment of a pointer; a view at an odd offset would get the slow code of an odd address.
-    """
-    shift = tensor.data_ptr() % 16 // tensor.element_size()
-    if shift > tensor.storage_offset() or tensor.data_ptr() % tensor.element_size():
-        return tensor, 0
-    return tensor.as_strided((1,), (1,), tensor.storage_offset() - shift), shift
-
-
 def _check_device(tensor: Tensor) -> None:
     if tensor.device.type == "cpu" and not isinstance(logprob.logprob_forward_kernel, _interpreted()):
         raise RuntimeError(
-            "the triton backend got CPU tensors: move them to a GPU, use backend='cpu', or set TRITON_INTERPRET=1 before "
-            "fusedpg is imported to run the kernels in Triton's interpreter"
+            "the triton backend got CPU tensors: move them to a GPU, use backend='cpu', or set TRITON_INTERPRET=1 "
+            "before fusedpg is imported to run the kernels in Triton's interpreter"
         )
 
 
@@ -310,9 +152,9 @@ def _loop() -> dict[str, int]:
     return {"BLOCK": launch.VOCABULARY.block, "CHUNK": launch.VOCABULARY.chunk}
 
 
-def _forward(rows: _Rows, want_entropy: bool) -> _Statistics:
+def _forward(rows: Rows, want_entropy: bool) -> Statistics:
     """Stage A, one program a row or, for few rows, one a chunk."""
-    stats = _Statistics.empty(rows, want_entropy)
+    stats = Statistics.empty(rows, want_entropy)
     if rows.N == 0:
         return stats
     row = {**rows.arguments(), "w_ptr": rows.weights(), "given": rows.given | stats.given}
@@ -328,10 +170,10 @@ def _forward(rows: _Rows, want_entropy: bool) -> _Statistics:
     return stats
 
 
-def _sequence_forward(rows: _Rows, b: _Tokens, want_entropy: bool) -> _Statistics:
+def _sequence_forward(rows: Rows, b: Tokens, want_entropy: bool) -> Statistics:
     """Stage A and the sequence means in one launch."""
     assert b.cu is not None
-    stats = _Statistics.empty(rows, want_entropy)
+    stats = Statistics.empty(rows, want_entropy)
     sequences = b.cu.numel() - 1
     if sequences < 1:
         return _forward(rows, want_entropy)
@@ -351,9 +193,9 @@ def _sequence_forward(rows: _Rows, b: _Tokens, want_entropy: bool) -> _Statistic
     return stats
 
 
-def _one_pass(rows: _Rows, b: _Tokens, want_entropy: bool, scale: Tensor, out: Tensor) -> _Statistics:
+def _one_pass(rows: Rows, b: Tokens, want_entropy: bool, scale: Tensor, out: Tensor) -> Statistics:
     """Stages A, B and C of a token-level loss in one launch."""
-    stats = _Statistics.empty(rows, want_entropy)
+    stats = Statistics.empty(rows, want_entropy)
     if rows.N == 0:
         return stats
     one_pass.one_pass_kernel[(rows.N,)](
@@ -371,7 +213,7 @@ def _one_pass(rows: _Rows, b: _Tokens, want_entropy: bool, scale: Tensor, out: T
 
 
 def _backward(
-    rows: _Rows,
+    rows: Rows,
     row_max: Tensor,
     log_sum: Tensor,
     entropy: Tensor | None,
@@ -402,11 +244,11 @@ def _backward(
 
 
 def _out_arguments(out: Tensor) -> dict[str, Any]:
-    base, shift = _aligned_base(out)
+    base, shift = aligned_base(out)
     return {"out_ptr": base, "out_stride_b": out.stride(0), "out_stride_t": out.stride(1), "out_shift": shift}
 
 
-def _sequence_means(b: _Tokens, logp: Tensor) -> None:
+def _sequence_means(b: Tokens, logp: Tensor) -> None:
     """z and D of every sequence from finished log-probabilities."""
     assert b.cu is not None
     sequences = b.cu.numel() - 1
@@ -424,7 +266,7 @@ def _sequence_means(b: _Tokens, logp: Tensor) -> None:
     )
 
 
-def _token_loss(b: _Tokens, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _token_loss(b: Tokens, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, c, e and the sums, the sequence means being known."""
     per_token, c = torch.empty_like(b.w), torch.empty_like(b.w)
     e = torch.empty_like(b.w) if b.has_entropy_term else b.w.new_empty(0)

@@ -82,7 +82,10 @@ def run(script, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [sys.executable, "-c", script, *arguments], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", script, *arguments],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout.splitlines()
@@ -104,7 +107,8 @@ def check(pattern):
         # whenever their strides agree), else narrow stores whose order shared memory changes. Only the latter syncs.
         narrow = [loop for loop in loops if loop["narrow_stores"]]
         if any(word in row["kernel"] for word in ("backward", "one_pass")):
-            assert len(narrow) == 1 and any(loop["stores"] == per_step for loop in loops), (where, loops)
+            assert len(narrow) == 1, (where, loops)
+            assert any(loop["stores"] == per_step for loop in loops), (where, loops)
         else:
             assert not narrow, (where, loops)
         assert all(loop["sync"] == 0 for loop in loops if loop not in narrow), (where, loops)

@@ -7,6 +7,7 @@ import torch
 
 from fusedpg import gpu
 from fusedpg.kernels import launch
+from fusedpg.kernels.arguments import spec_tensor
 from fusedpg.spec import Level, LossSpec, Surrogate
 from triton_tools.global_traffic import GlobalTraffic
 
@@ -49,7 +50,7 @@ class Run:
             inputs["out"] = out
         spec = SPEC[level].encode()
         with GlobalTraffic(**inputs) as traffic, named_allocations(traffic):
-            traffic.name("spec", gpu._spec_tensor(tuple(spec), self.logits.device))
+            traffic.name("spec", spec_tensor(tuple(spec), self.logits.device))
             gpu.loss_forward(
                 spec, self.logits, self.targets, self.w, self.scale, self.adv, self.old, None, None, None, self.cu,
                 None, 1.0, 0.0, 1.0, False, out,
@@ -131,7 +132,8 @@ def test_masked_rows_are_never_read(level, split):
     traffic = run.loss(level, torch.empty_like(run.logits))
     # one pass keeps a row's unaligned ends instead of reading them twice
     assert traffic.read("logits") / V / (N - 2) == pytest.approx(4.0 + GATHER, abs=16 * 2 / V)
-    assert not traffic.touched("logits", run.logits[0, 1]) and not traffic.touched("logits", run.logits[1, 1])
+    assert not traffic.touched("logits", run.logits[0, 1])
+    assert not traffic.touched("logits", run.logits[1, 1])
     assert traffic.written("out") == N * V * 2
 
 
@@ -147,7 +149,7 @@ def test_rows_without_gradient_are_read_by_the_forward_only(level, split):
 def test_backward_skips_rows_with_zero_coefficients():
     run = Run()
     statistics = gpu.logprob_forward(run.logits, run.targets, None, None, 1.0, 0.0, 1.0, True)
-    logp, entropy, row_max, log_sum = statistics
+    _, entropy, row_max, log_sum = statistics
     c, e = torch.ones(N), torch.zeros(N)
     c[0] = c[3] = 0.0
     e[3] = 1.0

@@ -194,7 +194,8 @@ def test_minus_inf_columns_have_no_probability():
     c = e = torch.ones(4, device=DEVICE)
     gpu.logprob_backward(logits, targets, row_max, log_sum, entropy, c, e, None, 1.0, 0.0, 1.0, out)
     assert out.isfinite().all()
-    assert (out[0, 1, 1:-1] == 0).all() and (out[0, 0, 10:] == 0).all()
+    assert (out[0, 1, 1:-1] == 0).all()
+    assert (out[0, 0, 10:] == 0).all()
     assert leaf.shape == out[0].shape
 
 
@@ -277,7 +278,14 @@ class Batch:
         d = lambda t: None if t is None else t.double()  # noqa: E731
         segment = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(DEVICE)
         return reference.Tokens(
-            self.w.double(), d(self.adv), d(self.old), d(self.ref), d(self.rollout), d(self.is_weights), segment, len(LENGTHS)
+            self.w.double(),
+            d(self.adv),
+            d(self.old),
+            d(self.ref),
+            d(self.rollout),
+            d(self.is_weights),
+            segment,
+            len(LENGTHS),
         )
 
     def optional(self):
@@ -298,7 +306,9 @@ def sums_close(got, want, spec):
 
 
 # the split path runs the same stage B: a sample of the specs, and every sequence level, is enough there
-PATHS = [(s, "whole") for s in SPECS] + [(s, "split") for i, s in enumerate(SPECS) if s.level != Level.TOKEN or i % 6 == 0]
+PATHS = [(s, "whole") for s in SPECS] + [
+    (s, "split") for i, s in enumerate(SPECS) if s.level != Level.TOKEN or i % 6 == 0
+]
 
 
 @pytest.mark.parametrize(("spec", "path"), PATHS, ids=lambda value: value if isinstance(value, str) else "")
@@ -393,12 +403,20 @@ def test_all_masked():
     for level in Level:
         out = torch.full_like(b.logits, NAN)
         result = b.loss(LossSpec("x", Surrogate.CLIPPED_RATIO, level=level, clip_low=0.8, clip_high=1.2), out)
-        assert (out == 0).all() and all((t == 0).all() for t in result[:6])
+        assert (out == 0).all()
+        assert all((t == 0).all() for t in result[:6])
         assert result[7].tolist() == [0.0] * 15 + [INF, -INF, -INF]
 
 
 def test_fp64_is_refused():
     with pytest.raises(TypeError, match="float64"):
         gpu.logprob_forward(
-            torch.zeros(1, 1, 4, dtype=torch.float64, device=DEVICE), make_targets(1, 4), None, None, 1.0, 0.0, 1.0, False
+            torch.zeros(1, 1, 4, dtype=torch.float64, device=DEVICE),
+            make_targets(1, 4),
+            None,
+            None,
+            1.0,
+            0.0,
+            1.0,
+            False,
         )
