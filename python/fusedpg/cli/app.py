@@ -135,7 +135,7 @@ def _run_bench(options: bench.Options, info: dict[str, Any], markdown: bool) -> 
     if markdown:
         print(machine.one_line(info), end="\n\n")
     else:
-        console.print(machine.one_line(info), highlight=False)
+        console.print(machine.one_line(info), highlight=False, soft_wrap=True)
     sections = []
     with progress_bar(side) as progress:
         task = progress.add_task("compiling and checking", total=bench.total_ticks(options))

@@ -159,8 +159,8 @@ def accuracy_section(options: Options, device: torch.device, tick: Tick) -> Sect
         ],
         notes=[
             "logp: relative to max(1, |logp|); gradient: in roundings (half a unit in the last place) of the storage "
-            "dtype at the row's largest gradient; targets are random tokens except the most likely one; offsets that fp16 "
-            "cannot store are left out",
+            "dtype at the row's largest gradient; targets are random tokens except the most likely one; offsets "
+            "that fp16 cannot store are left out",
         ],
         record={"suite": "P7", "vocab": options.vocab, "results": [r.to_json() for r in results]},
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,17 +45,21 @@ def run_demo(settings: Settings, large: LargeShape, out: Path, console: Console)
         "'dbca>' -> 'abcd.'",
         highlight=False,
     )
-    console.print(machine.one_line(machine.describe(trainer.device)), highlight=False, style="dim")
-    warm = _warm_up(trainer, console)
-    before = trainer.evaluate()
-    console.print(
-        f"likelihood: {warm} steps (REINFORCE loss with advantage 1); held-out reward {before:.3f}; "
-        f"loss backend: [bold]{trainer.backend}[/bold]"
-    )
-    reports = _train(trainer, console)
-    after = trainer.evaluate()
+    console.print(machine.one_line(machine.describe(trainer.device)), highlight=False, style="dim", soft_wrap=True)
+    with one_thread():
+        warm = _warm_up(trainer, console)
+        before = trainer.evaluate()
+        console.print(
+            f"likelihood: {warm} steps (REINFORCE loss with advantage 1); held-out reward {before:.3f}; "
+            f"loss backend: [bold]{trainer.backend}[/bold]",
+            highlight=False,
+        )
+        reports = _train(trainer, console)
+        after = trainer.evaluate()
     _step_table(reports, console)
-    console.print(f"held-out mean reward: {before:.3f} -> [bold]{after:.3f}[/bold] (rise {after - before:+.3f})")
+    console.print(
+        f"held-out mean reward: {before:.3f} -> [bold]{after:.3f}[/bold] (rise {after - before:+.3f})", highlight=False
+    )
     _samples(trainer, console)
     plot = _plot(reports, before, after, out)
     console.print(f"reward plot: [bold]{plot}[/bold]", soft_wrap=True)
@@ -64,6 +70,17 @@ def run_demo(settings: Settings, large: LargeShape, out: Path, console: Console)
     _comparison_table(comparisons, trainer.device, console)
     console.print(f"done in {time.perf_counter() - start:.0f} s")
     return _problems(before, after, comparisons)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Train on one CPU thread: for a model this small, waking the others costs more than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _problems(before: float, after: float, comparisons: list[Comparison]) -> list[str]:

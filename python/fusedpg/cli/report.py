@@ -64,9 +64,9 @@ class Section:
         console.print(table)
         for target in self.targets:
             style = "green" if target.met else "yellow"
-            console.print(f"  [{style}]{escape(target.line())}[/{style}]", highlight=False)
+            console.print(f"  [{style}]{escape(target.line())}[/{style}]", highlight=False, soft_wrap=True)
         for note in self.notes:
-            console.print(f"  [dim]{escape(note)}[/dim]", highlight=False)
+            console.print(f"  [dim]{escape(note)}[/dim]", highlight=False, soft_wrap=True)
         console.print()
 
     def markdown(self) -> str:

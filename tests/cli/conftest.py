@@ -1,0 +1,12 @@
+"""Command line tests use one thread: their tensors are tiny and xdist runs several tests at once."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
