@@ -178,8 +178,9 @@ def kl_term(logp: Tensor, anchor: Tensor, spec: LossSpec) -> Tensor:
     d = logp - anchor
     value = clamp_log_ratio(_ESTIMATORS[spec.kl](clamp_log_ratio(d, spec.kl_log_ratio_clamp)), spec.kl_clamp)
     if spec.kl_straight_through:
-        through = d * d.detach()  # gradient d
-        value = value.detach() + through - through.detach()
+        infinite = d.isinf()  # else a step of exactly 0 whose gradient is d: the value keeps its bits
+        step = torch.where(infinite, 0.0, d - d.detach()) * torch.where(infinite, 0.0, d.detach())
+        value = value.detach() + step
     return value
 
 
