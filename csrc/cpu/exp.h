@@ -5,10 +5,8 @@
 namespace fusedpg::FUSEDPG_ISA {
 
 constexpr float LOG2E = 1.44269504f;
-constexpr float LN2_HI = 0.693145752f;      // 16 significant bits: n * LN2_HI is exact for |n| < 256
-constexpr float LN2_LO = 1.42860677e-6f;    // ln 2 - LN2_HI
-constexpr float ROUND_MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer that the low bits then hold
-constexpr float EXP_MIN = -87.3365f;        // log of the smallest normal float; below it the result is 0
+constexpr float LN2_HI = 0.693145752f;    // 16 significant bits: n * LN2_HI is exact for |n| < 256
+constexpr float LN2_LO = 1.42860677e-6f;  // ln 2 - LN2_HI
 
 /// exp(z) = poly * 2^n, with n in the low bits of `biased`. Relative error of poly: 4e-9 plus roundings.
 template <class V>
@@ -30,18 +28,29 @@ FPG_FN ReducedExp<V> reduce_exp(V z) {
   return {fma(q, r, V(1.0f)), biased};
 }
 
-FPG_FN Lanes add_exponent(Lanes x, Lanes biased) {
-  Lanes r;
-  FPG_UNROLL for (int p = 0; p < PARTS; ++p) r.v[p] = (NativeF)((NativeU)x.v[p] + ((NativeU)biased.v[p] << 23));
-  return r;
-}
+/// How the vocabulary loops measure exponents: in powers of two for float, of e for double (whose loops call libm).
+/// exp(z) = exp_nonpositive(t) with t = z / EXPONENT_UNIT.
+template <class F>
+constexpr double UNIT_IN_DOUBLE = sizeof(F) == 4 ? 0.69314718055994530942 : 1.0;
+template <class F>
+constexpr F EXPONENT_UNIT = static_cast<F>(UNIT_IN_DOUBLE<F>);
 
-/// exp(z) for z <= 0 (a row's logits less their maximum). Exactly 0 below EXP_MIN and for -inf; z is never NaN here.
-FPG_FN Lanes exp_nonpositive(Lanes z) {
-  const ReducedExp<Lanes> e = reduce_exp(z);
-  return select(z < Lanes(EXP_MIN), Lanes(0.0f), add_exponent(e.poly, e.biased));
+/// Below this, t gives exactly 0; it also bounds t where 0 * t must not be 0 * -inf.
+template <class F>
+constexpr F EXPONENT_FLOOR = sizeof(F) == 4 ? F(-150) : F(-800);
+
+/// 2^t for t <= 0 (a row's logits less their maximum): 1 at 0, exactly 0 below -126 and at -inf. t is never NaN here.
+/// Its argument's rounding is |t| / 2 steps of the result, which matters to nobody: the result is 2^t of the row's largest.
+FPG_FN Lanes exp_nonpositive(Lanes t) {
+  const Lanes f = fraction(t);
+  Lanes q = fma(f, Lanes(0x1.417810p-13f), Lanes(0x1.5f0950p-10f));
+  q = fma(q, f, Lanes(0x1.3b2dd4p-7f));
+  q = fma(q, f, Lanes(0x1.c6af7ap-5f));
+  q = fma(q, f, Lanes(0x1.ebfbdcp-3f));
+  q = fma(q, f, Lanes(0x1.62e430p-1f));
+  return scale_by_integer(fma(q, f, Lanes(1.0f)), t, f);
 }
-FPG_FN double exp_nonpositive(double z) { return ::exp(z); }
+FPG_FN double exp_nonpositive(double t) { return ::exp(t); }
 
 /// 2^n in two factors, so that n from -150 to 128 neither wraps nor overflows early.
 FPG_FN float times_pow2(float x, float biased) {

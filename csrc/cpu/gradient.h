@@ -16,7 +16,7 @@ FPG_FN int64_t columns_to_alignment(const S* p, int64_t n) {
   return bytes % static_cast<int64_t>(sizeof(S)) == 0 ? smaller(n, bytes / static_cast<int64_t>(sizeof(S))) : n;
 }
 
-/// out[i] = exps[i] * factor.
+/// out[i] = exps[i] * factor, factor finite.
 template <bool STREAM, class S, class F>
 FPG_FN void scale_block(const F* exps, F factor, S* out, int64_t n) {
   using V = typename Vector<F>::type;
@@ -28,8 +28,8 @@ FPG_FN void scale_block(const F* exps, F factor, S* out, int64_t n) {
     for (; i + W <= n; i += W) stream(out + i, load(exps + i) * V(factor));
   }
   for (; i + 2 * W <= n; i += 2 * W) {
-    store(out + i, load(exps + i) * V(factor));
-    store(out + i + W, load(exps + i + W) * V(factor));
+    store_finite(out + i, load(exps + i) * V(factor));
+    store_finite(out + i + W, load(exps + i + W) * V(factor));
   }
   for (; i < n; ++i) store_one(out + i, exps[i] * factor);
 }
@@ -44,8 +44,8 @@ template <bool CAP, class V, class S>
 FPG_FN V general_value(const RowView<S, CAP>& row, const GeneralBlock<typename Compute<S>::type>& g, V exps, V x) {
   using F = typename Compute<S>::type;
   const V y = capped<CAP>(x, row.cap, row.to_cap);
-  const V z = max_or_second((y - V(g.max)) * V(row.k_f), V(Z_FLOOR<F>));
-  const V log_p_plus_h = (z + V(g.shift_hi)) + V(g.shift_lo);
+  const V t = max_or_second((y - V(g.max)) * V(row.k_f), V(EXPONENT_FLOOR<F>));
+  const V log_p_plus_h = fma(t, V(EXPONENT_UNIT<F>), V(g.shift_hi)) + V(g.shift_lo);
   const V value = exps * fma(V(g.e_coef), log_p_plus_h, V(g.p_coef));
   return CAP ? value * tanh_slope(x * V(row.to_cap)) : value;
 }
@@ -78,8 +78,8 @@ FPG_FN void gradient_block(const RowView<S, CAP>& row, const RowStats<typename C
   const double p_per_exp = ::exp(dz) / stats.sum * row.slope;
   const int64_t begin = row.block_begin(b);
   if (!CAP && q.e == 0) {
-    scale_block<STREAM>(exps + begin, static_cast<F>(-q.c * p_per_exp), out + begin, row.block_size(b));
-    return;
+    const F factor = static_cast<F>(-q.c * p_per_exp);
+    if (factor - factor == F(0)) return scale_block<STREAM>(exps + begin, factor, out + begin, row.block_size(b));
   }
   const bool empty = partial.max == -static_cast<F>(INFINITY);  // its exponentials are 0: keep the other factor finite
   const double shift = empty ? 0.0 : dz - stats.log_sum + q.entropy;

@@ -28,6 +28,8 @@ constexpr int NATIVE = 4;
 constexpr int LANES = 16;
 constexpr int PARTS = LANES / NATIVE;
 
+constexpr float ROUND_MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer that the low bits then hold
+
 typedef float NativeF __attribute__((vector_size(4 * NATIVE)));
 typedef int32_t NativeI __attribute__((vector_size(4 * NATIVE)));
 typedef uint32_t NativeU __attribute__((vector_size(4 * NATIVE)));
@@ -52,6 +54,26 @@ FPG_FN NativeF native_max(NativeF a, NativeF b) {
   return _mm_max_ps(a, b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+/// t less the nearest integer, exact; 0 or NaN for an infinite t.
+FPG_FN NativeF native_fraction(NativeF t) {
+#if defined(__AVX512DQ__)
+  return _mm512_reduce_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  return t - ((t + ROUND_MAGIC) - ROUND_MAGIC);
+#endif
+}
+
+/// x * 2^(t - fraction) for t <= 0, x = 2^fraction; 0 where that would be denormal (flushed on AVX-512, selected elsewhere).
+FPG_FN NativeF native_scale(NativeF x, NativeF t, NativeF fraction) {
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(x, t - fraction);
+#else
+  (void)fraction;
+  const NativeF scaled = (NativeF)((NativeU)x + ((NativeU)(t + ROUND_MAGIC) << 23));
+  return t < -126.0f ? NativeF{} : scaled;
 #endif
 }
 
@@ -85,6 +107,8 @@ FPG_FN Mask negate(Mask a) { FPG_EACH(Mask, ~a.v[p]); }
 FPG_FN Lanes select(Mask m, Lanes a, Lanes b) { FPG_EACH(Lanes, m.v[p] ? a.v[p] : b.v[p]); }
 FPG_FN Lanes fma(Lanes a, Lanes b, Lanes c) { FPG_EACH(Lanes, native_fma(a.v[p], b.v[p], c.v[p])); }
 FPG_FN Lanes max_or_second(Lanes a, Lanes b) { FPG_EACH(Lanes, native_max(a.v[p], b.v[p])); }
+FPG_FN Lanes fraction(Lanes t) { FPG_EACH(Lanes, native_fraction(t.v[p])); }
+FPG_FN Lanes scale_by_integer(Lanes x, Lanes t, Lanes f) { FPG_EACH(Lanes, native_scale(x.v[p], t.v[p], f.v[p])); }
 #undef FPG_EACH
 
 template <class To, class From>

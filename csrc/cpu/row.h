@@ -11,10 +11,6 @@ constexpr int64_t BLOCK = 4096;  // columns: 16 KB of fp32 logits and 16 KB of e
 constexpr int64_t GROUP = 64;    // columns that four accumulators take at a time
 constexpr int ACCUMULATORS = 4;
 
-/// Floor of z = (y - max) * k, below which exp(z) is 0: keeps 0 * z from being 0 * -inf.
-template <class F>
-constexpr F Z_FLOOR = sizeof(F) == 4 ? F(-104) : F(-800);
-
 /// Over a set of columns: y's maximum, sum of exp((y - max) * k), and the sum of exp(z) * z (0 when not wanted).
 template <class F>
 struct Partial {
@@ -49,7 +45,7 @@ FPG_FN F block_max(const X* x, int64_t n) {
   return lane_max(max_or_second(max_or_second(m[0], m[1]), max_or_second(m[2], m[3])));
 }
 
-/// The partial of n values (a multiple of GROUP); with KEEP, their exponentials go to exps.
+/// The partial of n values (a multiple of GROUP); k is per EXPONENT_UNIT. With KEEP, their exponentials go to exps.
 template <bool KEEP, bool ENTROPY, class X, class F>
 FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
   using V = typename Vector<F>::type;
@@ -60,20 +56,21 @@ FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
     if (KEEP) __builtin_memset(exps, 0, static_cast<size_t>(n) * sizeof(F));
     return {m, 0, 0};
   }
-  V sum[ACCUMULATORS], sum_z[ACCUMULATORS];
-  FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = sum_z[j] = V(0);
+  V sum[ACCUMULATORS], sum_t[ACCUMULATORS];
+  FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = sum_t[j] = V(0);
   for (int64_t i = 0; i < n; i += ACCUMULATORS * W) {
     FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) {
       const X* at = x + i + j * W;
       if (sizeof(X) * W % 64 == 0 || j % 2 == 0) prefetch(at + BLOCK);
-      const V z = (load(at) - V(m)) * V(k);
-      const V e = exp_nonpositive(z);
+      const V t = (load(at) - V(m)) * V(k);
+      const V e = exp_nonpositive(t);
       if (KEEP) store(exps + i + j * W, e);
       sum[j] = sum[j] + e;
-      if (ENTROPY) sum_z[j] = fma(e, max_or_second(z, V(Z_FLOOR<F>)), sum_z[j]);
+      if (ENTROPY) sum_t[j] = fma(e, max_or_second(t, V(EXPONENT_FLOOR<F>)), sum_t[j]);
     }
   }
-  return {m, lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), lane_sum((sum_z[0] + sum_z[1]) + (sum_z[2] + sum_z[3]))};
+  const double weighted = lane_sum((sum_t[0] + sum_t[1]) + (sum_t[2] + sum_t[3]));
+  return {m, lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), weighted * UNIT_IN_DOUBLE<F>};
 }
 
 /// One value or vector through the soft cap.
@@ -89,7 +86,8 @@ struct RowView {
   const S* x;
   int64_t vocab, target;  // target is -1 when it is not in [0, vocab)
   double k, slope;        // slope: dz/dx without the soft cap's own derivative
-  F k_f, cap, to_cap;
+  F k_f;                  // k in the loops' unit of exponents
+  F cap, to_cap;
   F x_target, y_target;  // -inf without a target; read before any in-place store
 
   FPG_MEMBER int64_t block_begin(int64_t b) const { return b * BLOCK; }
@@ -105,7 +103,7 @@ struct RowView {
     v.target = target >= 0 && target < vocab ? target : -1;
     v.slope = map.logit_scale / temperature;
     v.k = CAP ? 1.0 / temperature : v.slope;
-    v.k_f = static_cast<F>(v.k);
+    v.k_f = static_cast<F>(v.k / UNIT_IN_DOUBLE<F>);
     v.cap = static_cast<F>(map.softcap);
     v.to_cap = static_cast<F>(CAP ? map.logit_scale / map.softcap : 0.0);
     v.x_target = v.target >= 0 ? load_one(x + v.target) : -static_cast<F>(INFINITY);

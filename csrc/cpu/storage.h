@@ -45,6 +45,16 @@ FPG_FN Native16 narrow(NativeU x) {
 
 FPG_FN NativeF to_float(Native16 x, bf16) { return (NativeF)(widen(x) << 16); }
 
+/// Round to nearest even, for values that are not NaN.
+FPG_FN Native16 from_finite(NativeF x, bf16) {
+#if defined(__AVX512BF16__)
+  return (Native16)_mm512_cvtneps_pbh(x);
+#else
+  const NativeU bits = (NativeU)x;
+  return narrow((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
+}
+
 /// Round to nearest even; a NaN stays a NaN (its quiet bit set, its sign kept).
 FPG_FN Native16 from_float(NativeF x, bf16) {
   const NativeU bits = (NativeU)x;
@@ -90,6 +100,8 @@ FPG_FN Native16 from_float(NativeF x, fp16) {
 #endif
 }
 
+FPG_FN Native16 from_finite(NativeF x, fp16 s) { return from_float(x, s); }
+
 FPG_FN Lanes load(const float* p) {
   Lanes r;
   FPG_UNROLL for (int i = 0; i < PARTS; ++i) __builtin_memcpy(&r.v[i], p + i * NATIVE, sizeof(NativeF));
@@ -119,22 +131,34 @@ FPG_FN void store(S* p, Lanes x) {
   }
 }
 
-/// Stores past the cache; p is 64-byte aligned for float and at least 32-byte aligned for 16-bit storage.
+/// The same for values that are not NaN, which spares bf16 a test.
+FPG_FN void store_finite(float* p, Lanes x) { store(p, x); }
+FPG_FN void store_finite(double* p, double x) { *p = x; }
+template <class S>
+FPG_FN void store_finite(S* p, Lanes x) {
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) {
+    const Native16 y = from_finite(x.v[i], S{});
+    __builtin_memcpy(p + i * NATIVE, &y, sizeof(y));
+  }
+}
+
+/// Stores past the cache, of values that are not NaN; p is 64-byte aligned for float and at least 32-byte aligned for 16-bit
+/// storage.
 template <class S, class V>
 FPG_FN void stream(S* p, V x) {
-  store(p, x);
+  store_finite(p, x);
 }
 #if defined(__AVX512F__)
 FPG_FN void stream(float* p, Lanes x) { _mm512_stream_ps(p, x.v[0]); }
 template <class S>
 FPG_FN void stream(S* p, Lanes x) {
-  _mm256_stream_si256((__m256i*)p, (__m256i)from_float(x.v[0], S{}));
+  _mm256_stream_si256((__m256i*)p, (__m256i)from_finite(x.v[0], S{}));
 }
 #elif defined(__AVX2__)
 FPG_FN void stream(float* p, Lanes x) { FPG_UNROLL for (int i = 0; i < PARTS; ++i) _mm256_stream_ps(p + i * NATIVE, x.v[i]); }
 template <class S>
 FPG_FN void stream(S* p, Lanes x) {
-  FPG_UNROLL for (int i = 0; i < PARTS; ++i) _mm_stream_si128((__m128i*)(p + i * NATIVE), (__m128i)from_float(x.v[i], S{}));
+  FPG_UNROLL for (int i = 0; i < PARTS; ++i) _mm_stream_si128((__m128i*)(p + i * NATIVE), (__m128i)from_finite(x.v[i], S{}));
 }
 #endif
 

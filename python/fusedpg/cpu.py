@@ -70,9 +70,7 @@ def logprob_forward(
     rows = _new_rows(logits, want_entropy)
     logit_map = (_address(row_temperature), temperature, softcap, logit_scale)
     code, threads, matrix = _DTYPES[logits.dtype], torch.get_num_threads(), _matrix(logits)
-    _core().logprob_forward(
-        code, threads, matrix, targets.data_ptr(), _address(active), logit_map, _addresses(rows)
-    )
+    _core().logprob_forward(code, threads, matrix, targets.data_ptr(), _address(active), logit_map, _addresses(rows))
     return rows
 
 

@@ -20,9 +20,7 @@ def test_best_build_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDPG_CPU_ISA", "v9")
     with pytest.raises(ValueError, match=r"FUSEDPG_CPU_ISA: expected one of .*generic.*, got 'v9'"):
-        cpu.logprob_forward(
-            torch.zeros(1, 1, 4), torch.zeros(1, dtype=torch.int64), None, None, 1.0, 0.0, 1.0, False
-        )
+        cpu.logprob_forward(torch.zeros(1, 1, 4), torch.zeros(1, dtype=torch.int64), None, None, 1.0, 0.0, 1.0, False)
 
 
 def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,9 @@ def assert_gradient(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float
         largest = largest.clamp(min=1.0)
     bound = factor * BUDGET[dtype] * UNIT_ROUNDOFF[dtype] * largest
     error = (got.double() - want).abs().amax(-1)
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # half a denormal step, fp16 gradients reach it
+    smallest = (
+        torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    )  # half a denormal step, fp16 gradients reach it
     assert (error <= bound + smallest).all(), (error / bound).max()
 
 
@@ -236,9 +238,7 @@ def test_infinities_of_both_signs_and_huge_values(isa: str) -> None:
 
 def test_bad_target_is_nan_without_a_read(isa: str) -> None:
     logits, _ = rows(3, 100, torch.float32)
-    logp, entropy, row_max, log_sum = cpu.logprob_forward(
-        logits, torch.tensor([-100, 100, 2**62]), None, *PLAIN, True
-    )
+    logp, entropy, row_max, log_sum = cpu.logprob_forward(logits, torch.tensor([-100, 100, 2**62]), None, *PLAIN, True)
     assert logp.isnan().all() and entropy.isfinite().all() and row_max.isfinite().all() and log_sum.isfinite().all()
 
 

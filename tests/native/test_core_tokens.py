@@ -176,9 +176,7 @@ def test_unmasked_nan_stays_visible(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
-@pytest.mark.parametrize(
-    "name", ("CLIPPED_RATIO-TOKEN-K3-LIVE", "CISPO-TOKEN-entropy", "CLIPPED_RATIO-SEQUENCE-plain")
-)
+@pytest.mark.parametrize("name", ("CLIPPED_RATIO-TOKEN-K3-LIVE", "CISPO-TOKEN-entropy", "CLIPPED_RATIO-SEQUENCE-plain"))
 def test_one_pass_is_the_three_stages_to_the_bit(isa: str, name: str, dtype: torch.dtype) -> None:
     spec, vocab, n = SPECS[name], 5003, 24
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -206,6 +204,8 @@ def test_one_pass_is_the_three_stages_to_the_bit(isa: str, name: str, dtype: tor
     assert all(torch.equal(a, w) for a, w in zip(got, (*rows, *tokens), strict=True))
     assert torch.equal(grad, want) and grad.isfinite().all()
     assert (grad.view(n, vocab)[b["w"] == 0] == 0).all() and (grad != 0).any()
-    assert all(torch.equal(a, w) for a, w in zip(cpu.loss_forward(spec.encode(), logits, *args, None), got, strict=True))
+    assert all(
+        torch.equal(a, w) for a, w in zip(cpu.loss_forward(spec.encode(), logits, *args, None), got, strict=True)
+    )
     cpu.loss_forward(spec.encode(), logits, *args, logits)
     assert torch.equal(logits, want)
