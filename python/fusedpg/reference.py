@@ -195,7 +195,7 @@ def log_ratio(logp: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor:
     assert tokens.segment is not None
     mean = segment_mean(d, tokens.w, tokens.segment, tokens.num_segments)
     if spec.level == Level.SEQUENCE_TOKEN:
-        return mean.detach() + (logp - logp.detach())
+        return mean.detach() + torch.where(logp.isinf(), 0.0, logp - logp.detach())
     return mean
 
 
