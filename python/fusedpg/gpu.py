@@ -17,7 +17,19 @@ from fusedpg.kernels import launch, logprob, one_pass, segments
 from fusedpg.kernels import token_loss as tokens
 from fusedpg.kernels.arguments import Rows, Statistics, Tokens, aligned_base
 
-__all__ = ["logprob_backward", "logprob_forward", "loss_forward", "token_loss"]
+__all__ = ["ensure_available", "logprob_backward", "logprob_forward", "loss_forward", "token_loss"]
+
+
+def ensure_available() -> None:
+    """Raise ImportError, with the fix, where the kernels cannot run at all."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < (3, 6):
+        raise ImportError(f"triton 3.6 or newer is needed, got {triton.__version__}: pip install -U triton")
+    if not isinstance(logprob.logprob_forward_kernel, _interpreted()) and not torch.accelerator.is_available():
+        raise ImportError(
+            "there is no GPU: use backend='cpu', or set TRITON_INTERPRET=1 before fusedpg is imported to run the kernels "
+            "in Triton's interpreter"
+        )
 
 
 def logprob_forward(

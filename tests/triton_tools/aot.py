@@ -179,7 +179,7 @@ def _loops(code: str, label: str, branch: str, instruction: str) -> list[Counter
         elif m := re.match(instruction, line):
             blocks[-1].append(m[1])
             if target := re.search(branch, line):
-                jumps.append((len(blocks) - 1, target[1], bool(re.search(r"@|cbranch", line))))
+                jumps.append((len(blocks) - 1, target[1], bool(re.search(r"@|cbranch|BRA\S*\s+!?U?P\d", line))))
                 blocks.append([])
             elif m[1] in ("EXIT", "s_endpgm") and "@" not in line:
                 jumps.append((len(blocks) - 1, "", False))
