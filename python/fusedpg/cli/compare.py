@@ -14,7 +14,7 @@ import fusedpg
 from fusedpg.functional import LossOutput
 
 from .memory import peak_extra_bytes
-from .train import Rollout, Trainer
+from .train import Trainer
 
 LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
 
@@ -40,8 +40,10 @@ class Comparison:
         return self.loss_difference <= LOSS_LIMIT and self.grad_difference <= GRAD_LIMIT
 
 
-def compare_own_batch(trainer: Trainer, rollout: Rollout) -> Comparison:
-    """The demo's last rollout, one update's view of it: the tiny vocabulary of the demo."""
+def compare_own_batch(trainer: Trainer) -> Comparison:
+    """The demo's last rollout under the policy that its updates made: ratios have moved, some are clipped."""
+    rollout = trainer.last
+    assert rollout is not None
     rows = torch.arange(rollout.answers.shape[0], device=rollout.answers.device)
     with torch.no_grad():
         model_logits = trainer.loss_logits(rollout, rows)

@@ -64,7 +64,7 @@ def run_demo(settings: Settings, large: LargeShape, out: Path, console: Console)
     plot = _plot(reports, before, after, out)
     console.print(f"reward plot: [bold]{plot}[/bold]", soft_wrap=True)
     comparisons = [
-        compare_own_batch(trainer, trainer.rollout()),
+        compare_own_batch(trainer),
         compare_large(trainer.device, large.tokens, large.vocab),
     ]
     _comparison_table(comparisons, trainer.device, console)
@@ -196,5 +196,8 @@ def _comparison_table(comparisons: list[Comparison], device: torch.device, conso
         table.add_row(name, *cells)
     console.print(table)
     console.print(
-        f"loss and gradient; time: best of 5; memory: {memory.HOW[device.type]}", style="dim", highlight=False
+        f"loss and gradient; best time of 5; memory: {memory.HOW[device.type]}",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
     )

@@ -88,6 +88,7 @@ class Trainer:
         positions = 2 * (settings.longest + 1)
         self.model = build_model(VOCABULARY, positions, settings.width, settings.layers).to(self.device)
         self.reference: Any = None
+        self.last: Rollout | None = None
         self.prompt_rng = torch.Generator().manual_seed(settings.seed)
         self.sample_rng = torch.Generator(self.device).manual_seed(settings.seed)
         self.grpo = fusedpg.loss_spec("grpo", kl_coef=settings.kl_coef, reduction="token-mean")
@@ -130,7 +131,7 @@ class Trainer:
             start = time.perf_counter()
             for group in optimizer.param_groups:  # Adam's first steps are otherwise as long as all others
                 group["lr"] = s.lr * min(1.0, step / s.lr_ramp)
-            rollout = self.rollout()
+            rollout = self.last = self.rollout()
             metrics = [out.metrics for out in self._updates(rollout, optimizer)]
             values = metrics[0].merge(*metrics[1:]).to_dict()
             elapsed = time.perf_counter() - start
