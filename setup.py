@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class CMakeBuild(build_ext):
-    """One CMake call per extension; the module is written where setuptools expects it (in the source tree if editable)."""
+    """One CMake call; the module is written where setuptools expects it (in the source tree if editable)."""
 
     def build_extension(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent

@@ -41,7 +41,7 @@ def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("index", "value", "text"), ((0, 9.0, "surrogate code"), (9, 3.0, "needs logp_ref"), (1, 1.0, "cu: "))
+    ("index", "value", "text"), [(0, 9.0, "surrogate code"), (9, 3.0, "needs logp_ref"), (1, 1.0, "cu: ")]
 )
 def test_core_refuses_what_it_cannot_index(index: int, value: float, text: str) -> None:
     spec = [0.0] * 24

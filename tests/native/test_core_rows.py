@@ -133,7 +133,7 @@ def test_row_temperature(isa: str) -> None:
     assert_gradient(grad, want_grad, torch.float32, factor=2.0)
 
 
-@pytest.mark.parametrize("offset", (1e9, -1e9, 1e4))
+@pytest.mark.parametrize("offset", [1e9, -1e9, 1e4])
 def test_common_offset_costs_nothing(isa: str, offset: float) -> None:
     logits, targets = rows(3, 4097, torch.float32, std=200.0)
     logits = (logits.double() + offset).float()
@@ -167,7 +167,7 @@ def views(vocab: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", views(3))
-@pytest.mark.parametrize("vocab", (3, 4100))
+@pytest.mark.parametrize("vocab", [3, 4100])
 def test_strides(isa: str, vocab: int, name: str) -> None:
     logits = views(vocab)[name]
     targets = torch.arange(8) % vocab
@@ -177,7 +177,7 @@ def test_strides(isa: str, vocab: int, name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("vocab", (3, 4100))
+@pytest.mark.parametrize("vocab", [3, 4100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place_writes_its_view_only(isa: str, dtype: torch.dtype, vocab: int) -> None:
     buffer = torch.full((3, 5, vocab + 7), 77.0, dtype=dtype)
@@ -203,12 +203,15 @@ def test_broken_rows_are_nan_and_alone(isa: str) -> None:
         targets[:4] = 1
         c, e = coefficients(6, torch.float32)
         logp, entropy, grad = both_stages(logits, targets, c, e)
-        assert logp[:4].isnan().all() and entropy[:4].isnan().all() and grad[0, :4].isnan().all()
+        assert logp[:4].isnan().all()
+        assert entropy[:4].isnan().all()
+        assert grad[0, :4].isnan().all()
         _, _, want = both_stages(logits[:, 4:], targets[4:], c[4:], e[4:])
-        assert torch.equal(grad[:, 4:], want) and not logp[4:].isnan().any()
+        assert torch.equal(grad[:, 4:], want)
+        assert not logp[4:].isnan().any()
 
 
-@pytest.mark.parametrize("bits", (0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000))
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
 def test_every_nan_payload_survives(isa: str, bits: int) -> None:
     for column in (0, 63, 4100, 9000):
         logits, targets = rows(1, 9001, torch.float32)
@@ -224,9 +227,12 @@ def test_minus_inf_columns(isa: str) -> None:
     c, e = coefficients(3, torch.float32)
     logp, entropy, grad = both_stages(logits, targets, c, e)
     want = torch.log_softmax(logits[0].double(), -1)
-    assert logp[1] == -torch.inf and logp[2] == -torch.inf and abs(logp[0] - want[0, 7]) < 1e-6
+    assert logp[1] == -torch.inf
+    assert logp[2] == -torch.inf
+    assert abs(logp[0] - want[0, 7]) < 1e-6
     assert entropy.isfinite().all()
-    assert (grad[0, 0, 4096:] == 0).all() and grad.isfinite().all()
+    assert (grad[0, 0, 4096:] == 0).all()
+    assert grad.isfinite().all()
 
 
 def test_infinities_of_both_signs_and_huge_values(isa: str) -> None:
@@ -239,7 +245,10 @@ def test_infinities_of_both_signs_and_huge_values(isa: str) -> None:
 def test_bad_target_is_nan_without_a_read(isa: str) -> None:
     logits, _ = rows(3, 100, torch.float32)
     logp, entropy, row_max, log_sum = cpu.logprob_forward(logits, torch.tensor([-100, 100, 2**62]), None, *PLAIN, True)
-    assert logp.isnan().all() and entropy.isfinite().all() and row_max.isfinite().all() and log_sum.isfinite().all()
+    assert logp.isnan().all()
+    assert entropy.isfinite().all()
+    assert row_max.isfinite().all()
+    assert log_sum.isfinite().all()
 
 
 def test_inactive_rows_are_not_read(isa: str) -> None:
@@ -252,11 +261,12 @@ def test_inactive_rows_are_not_read(isa: str) -> None:
     grad = torch.full_like(logits, torch.nan)
     c = torch.tensor([1.0, 0.0, 1.0, 0.0])
     cpu.logprob_backward(logits, targets, out[2], out[3], None, c, None, *PLAIN, grad)
-    assert (grad[:, ~active] == 0).all() and grad.isfinite().all()
+    assert (grad[:, ~active] == 0).all()
+    assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("n", (1, 3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1, 3])
 def test_bits_do_not_depend_on_threads_batch_or_path(isa: str, dtype: torch.dtype, n: int) -> None:
     logits, targets = rows(n, 50257, dtype)
     c, e = coefficients(n, dtype)
@@ -267,7 +277,8 @@ def test_bits_do_not_depend_on_threads_batch_or_path(isa: str, dtype: torch.dtyp
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     alone = both_stages(logits[:, -1:].clone(), targets[-1:], c[-1:], e[-1:])
-    assert torch.equal(alone[0], results[0][0][-1:]) and torch.equal(alone[2], results[0][2][:, -1:])
+    assert torch.equal(alone[0], results[0][0][-1:])
+    assert torch.equal(alone[2], results[0][2][:, -1:])
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -296,7 +307,7 @@ def test_streamed_stores_write_the_same(isa: str) -> None:
         assert torch.equal(out, logits)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_storage_rounding_is_that_of_torch(isa: str, dtype: torch.dtype) -> None:
     """c*1[v==t] - c*p with p = 0: the target's gradient is c itself, rounded once."""
     c = torch.cat([torch.randn(500), torch.randn(500) * 1e-6, torch.randn(200) * 1e-38, torch.randn(100) * 1e5])

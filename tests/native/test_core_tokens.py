@@ -113,7 +113,7 @@ def test_matches_the_reference(isa: str, group: str) -> None:
             )
 
 
-@pytest.mark.parametrize("n", (0, 1, 15, 16, 17, 127, 4096, 4097, 20_000))
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 127, 4096, 4097, 20_000])
 def test_sizes_and_thread_counts(isa: str, n: int) -> None:
     spec = SPECS["CLIPPED_RATIO-TOKEN-K3-NONE"]
     b = batch(n, torch.float32)
@@ -137,7 +137,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("level", (Level.SEQUENCE, Level.SEQUENCE_TOKEN))
+@pytest.mark.parametrize("level", [Level.SEQUENCE, Level.SEQUENCE_TOKEN])
 def test_sequences(isa: str, level: Level, shape: str) -> None:
     spec = make_spec(Surrogate.CLIPPED_RATIO, level, "plain")
     cu = torch.tensor([0, *SHAPES[shape]]).cumsum(0)
@@ -175,8 +175,8 @@ def test_unmasked_nan_stays_visible(isa: str) -> None:
         assert per_token[3].isnan() and sums[0].isnan(), name
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
-@pytest.mark.parametrize("name", ("CLIPPED_RATIO-TOKEN-K3-LIVE", "CISPO-TOKEN-entropy", "CLIPPED_RATIO-SEQUENCE-plain"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["CLIPPED_RATIO-TOKEN-K3-LIVE", "CISPO-TOKEN-entropy", "CLIPPED_RATIO-SEQUENCE-plain"])
 def test_one_pass_is_the_three_stages_to_the_bit(isa: str, name: str, dtype: torch.dtype) -> None:
     spec, vocab, n = SPECS[name], 5003, 24
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -202,8 +202,10 @@ def test_one_pass_is_the_three_stages_to_the_bit(isa: str, name: str, dtype: tor
     h = rows[1] if want_entropy else None
     cpu.logprob_backward(logits, targets, rows[2], rows[3], h, tokens[1] * scale, e, None, 0.8, 0.0, 1.0, want)
     assert all(torch.equal(a, w) for a, w in zip(got, (*rows, *tokens), strict=True))
-    assert torch.equal(grad, want) and grad.isfinite().all()
-    assert (grad.view(n, vocab)[b["w"] == 0] == 0).all() and (grad != 0).any()
+    assert torch.equal(grad, want)
+    assert grad.isfinite().all()
+    assert (grad.view(n, vocab)[b["w"] == 0] == 0).all()
+    assert (grad != 0).any()
     assert all(
         torch.equal(a, w) for a, w in zip(cpu.loss_forward(spec.encode(), logits, *args, None), got, strict=True)
     )
