@@ -27,8 +27,8 @@ def ensure_available() -> None:
         raise ImportError(f"triton 3.6 or newer is needed, got {triton.__version__}: pip install -U triton")
     if not isinstance(logprob.logprob_forward_kernel, _interpreted()) and not torch.accelerator.is_available():
         raise ImportError(
-            "there is no GPU: use backend='cpu', or set TRITON_INTERPRET=1 before fusedpg is imported to run the kernels "
-            "in Triton's interpreter"
+            "there is no GPU: use backend='cpu', or set TRITON_INTERPRET=1 before fusedpg is imported to run the "
+            "kernels in Triton's interpreter"
         )
 
 
