@@ -1,7 +1,5 @@
 """Bad input: the error names the argument, what was expected, what came and the fix. And no input is ever written."""
 
-# ruff: noqa: E501  (messages stand whole, one a line)
-
 import math
 import re
 import warnings
