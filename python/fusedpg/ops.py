@@ -6,6 +6,7 @@ Every operator takes flat rows: `logits` is (B, T, V) with any row strides, per-
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -122,10 +123,10 @@ logprob.register_autograd(_backward_logprob, setup_context=_save_logprob)
 def token_loss(
     spec: list[float], logp: Tensor, entropy: Tensor | None, w: Tensor, scale: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, per_token, c, e or empty, sums); loss = numerator*scale, c and e are not scaled."""
+    """(loss, per_token, c, e or empty, sums): loss = numerator*scale, c and e its derivatives."""
     *streams, backend = args
     per_token, c, e, sums = dispatch.native(backend).token_loss(spec, logp, entropy, w, *streams)
-    return sums[0] * scale, per_token, c, e, sums
+    return sums[0] * scale, per_token, c.mul_(scale), e.mul_(scale), sums
 
 
 @token_loss.register_fake
@@ -140,20 +141,25 @@ def _save_token_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     _, per_token, c, e, sums = output
     ctx.mark_non_differentiable(per_token, c, e, sums)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(c, e, inputs[4])
+    ctx.save_for_backward(c, e)
 
 
 def _backward_token_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    c, e, scale = ctx.saved_tensors
+    c, e = ctx.saved_tensors
     if g_loss is None:
         return (None,) * 12
-    factor = g_loss * scale
-    d_entropy = _scaled(e, factor) if ctx.needs_input_grad[2] and e.numel() == c.numel() else None
-    return (None, _scaled(c, factor), d_entropy, *(None,) * 9)
+    d_entropy = _scaled(e, g_loss) if ctx.needs_input_grad[2] and e.numel() == c.numel() else None
+    return (None, _scaled(c, g_loss), d_entropy, *(None,) * 9)
 
 
 def _scaled(c: Tensor, factor: Tensor) -> Tensor:
-    """c*factor, and 0 where c is 0 whatever the factor."""
+    """c*factor, and 0 where c is 0 whatever the factor; `c` itself for the usual factor 1 where that is known."""
+    if type(factor) is Tensor and factor.device.type == "cpu":
+        value = float(factor)
+        if value == 1.0:
+            return c
+        if math.isfinite(value):
+            return c * value
     return torch.where(c == 0, 0.0, c * factor)
 
 

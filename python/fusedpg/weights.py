@@ -49,6 +49,14 @@ class Layout:
         ends = running[self.cu_seqlens.clamp(0, self.tokens)]
         return ends[1:] - ends[:-1]
 
+    def count_sequences(self, selected: Tensor) -> Tensor:
+        """How many sequences hold a selected (nonzero) token, 0-d; 0 when the sequences are unknown."""
+        if self.padded:
+            return selected.view(self.batch, self.length).any(1).sum()
+        if self.cu_seqlens is None:
+            return torch.zeros((), dtype=torch.int64, device=selected.device)
+        return (self.segment_sum((selected != 0).double()) > 0).sum()
+
     def spread(self, per_sequence: Tensor) -> Tensor:
         """A value a sequence (S,) to its tokens, flat (N,)."""
         if self.padded:
@@ -96,14 +104,16 @@ def token_weights(
     Counts are summed in fp64 and exact whatever the mask's dtype.
     """
     m = torch.ones(layout.tokens, dtype=dtype, device=device) if mask is None else mask.to(dtype)
-    known = layout.padded or layout.cu_seqlens is not None
-    per_sequence = layout.segment_sum(m.double()) if known else None
-    if per_sequence is None:
-        sequences = torch.zeros((), dtype=dtype, device=device)
-    else:
+    selected = m if mask is None else mask
+    if reduction == "seq-mean-token-mean":
+        per_sequence = layout.segment_sum(m.double())
         sequences = (per_sequence > 0).sum().to(dtype)
-
+        inverse = torch.where(per_sequence > 0, 1.0 / per_sequence, 0.0)
+        return Weights((m * layout.spread(inverse)).to(dtype), sequences, sequences)
+    sequences = layout.count_sequences(selected).to(dtype)
     if reduction == "token-mean":
+        if selected.dtype == torch.bool:
+            return Weights(m, torch.count_nonzero(selected).to(dtype), sequences)
         return Weights(m, m.sum(dtype=torch.float64).to(dtype), sequences)
     if reduction == "token-sum":
         return Weights(m, torch.ones((), dtype=dtype, device=device), sequences)
@@ -112,10 +122,6 @@ def token_weights(
     if reduction == "seq-mean-token-sum-norm":
         assert max_tokens is not None
         return Weights(m / max_tokens, sequences, sequences)
-    if reduction == "seq-mean-token-mean":
-        assert per_sequence is not None
-        inverse = torch.where(per_sequence > 0, 1.0 / per_sequence, 0.0)
-        return Weights((m * layout.spread(inverse)).to(dtype), sequences, sequences)
     raise ValueError(f"reduction: no weights are defined for {reduction!r}")
 
 
