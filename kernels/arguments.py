@@ -170,6 +170,6 @@ def aligned_base(tensor: Tensor) -> tuple[Tensor, int]:
     Triton compiles for the alignment of a pointer; a view at an odd offset would get the slow code of an odd address.
     """
     shift = tensor.data_ptr() % 16 // tensor.element_size()
-    if shift > tensor.storage_offset() or tensor.data_ptr() % tensor.element_size():
+    if tensor.numel() == 0 or shift > tensor.storage_offset() or tensor.data_ptr() % tensor.element_size():
         return tensor, 0
     return tensor.as_strided((1,), (1,), tensor.storage_offset() - shift), shift

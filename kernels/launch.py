@@ -88,7 +88,7 @@ def split_rows(rows: int, chunks: int, device: torch.device) -> bool:
 
 def reachable_variants() -> Iterator[tuple[Any, dict[str, Any], Shape]]:
     """(kernel, constexpr arguments, shape) of everything that gpu.py can launch, once per logits dtype."""
-    from . import logprob, one_pass, segments, token_loss
+    from . import logprob, one_pass, rescale, segments, token_loss
 
     loop = {"BLOCK": VOCABULARY.block, "CHUNK": VOCABULARY.chunk}
     flags = [{"ENTROPY": e, "SOFTCAP": s} for e in (False, True) for s in (False, True)]
@@ -99,6 +99,7 @@ def reachable_variants() -> Iterator[tuple[Any, dict[str, Any], Shape]]:
         yield logprob.logprob_backward_kernel, {**loop, **flag}, VOCABULARY
         yield one_pass.one_pass_kernel, {**loop, **flag}, VOCABULARY
         yield one_pass.sequence_forward_kernel, {**loop, **flag, "TOKENS": SEQUENCE.block}, VOCABULARY
+    yield rescale.rescale_kernel, loop, VOCABULARY
     yield segments.segments_kernel, {"TOKENS": SEQUENCE.block}, SEQUENCE
     yield token_loss.token_block_kernel, {"BLOCK": TOKENS.block}, TOKENS
     yield token_loss.token_finish_kernel, {"BLOCK": FINISH.block}, FINISH

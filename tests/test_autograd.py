@@ -158,18 +158,18 @@ def test_inplace_equals_out_of_place(name: str, dtype: torch.dtype, padded_view:
     device = backend_device(native_backend)
     want = run(spec, case, native_backend)
     b, t, v = case.logits.shape
-    base = torch.full((b, t + 1, v + 3), 7.0, dtype=dtype, device=device)
-    view = base[:, :-1, :v] if padded_view else torch.empty_like(case.logits, device=device)
+    base = torch.full((b, t + 1, v + 3) if padded_view else (b, t, v), 7.0, dtype=dtype, device=device)
+    view = base[:, :t, :v]
     view.copy_(case.logits)
     source = torch.ones((), dtype=dtype, device=device, requires_grad=True)
-    logits = view.requires_grad_(False)
-    connected = _Touch.apply(source, logits)
+    connected = _Touch.apply(source, base)
+    if padded_view:
+        connected = connected[:, :t, :v]
     out = loss_of(spec, case, native_backend, connected, inplace=True)
-    version = connected._version
-    (grad,) = torch.autograd.grad(out.loss, connected)
-    assert connected._version >= version > 0 or name == "gspo" or dtype == torch.float16
+    out.loss.backward()
     assert connected._version > 0
-    assert grad.data_ptr() == view.data_ptr()
+    assert source.grad is not None
+    grad = view.detach()
     torch.testing.assert_close(grad.double().cpu(), want.grad, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert out.loss.double().cpu() == want.values["loss"]
     if padded_view:

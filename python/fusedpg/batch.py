@@ -174,5 +174,7 @@ def _check_normalizer(normalizer: Any) -> None:
     if isinstance(normalizer, Tensor):
         if normalizer.numel() != 1:
             raise ValueError(f"normalizer: expected one number; got shape {tuple(normalizer.shape)}; sum it first")
+        if validate.reads_values(normalizer) and not normalizer >= 0:
+            raise ValueError(f"normalizer: expected a number >= 0 (0 for an empty step); got {normalizer.item()}")
     else:
         validate.check_positive("normalizer", normalizer)

@@ -15,9 +15,17 @@ _MODULES = {"cpu": "fusedpg.cpu", "triton": "fusedpg.gpu"}
 _GPU_TYPES = ("cuda", "xpu")
 
 
-@cache
 def unavailable(backend: str) -> str | None:
     """Why a native backend cannot run in this environment, with the fix; None when it can."""
+    return _unavailable(backend)
+
+
+# what torch.compiler.assume_constant_result sets; the decorator itself imports torch._dynamo, and with it Triton
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _unavailable(backend: str) -> str | None:
     try:
         module = importlib.import_module(_MODULES[backend])
         module.ensure_available()

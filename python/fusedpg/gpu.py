@@ -10,14 +10,21 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from fusedpg.kernels import launch, logprob, one_pass, segments
+try:
+    import triton
+except ImportError as error:
+    raise ImportError(
+        f"fusedpg: Triton, which compiles the GPU kernels, cannot be imported: {error}; pip install 'triton>=3.6' "
+        "(triton-windows on Windows), or use backend='cpu' or backend='reference'"
+    ) from error
+
+from fusedpg.kernels import launch, logprob, one_pass, rescale, segments
 from fusedpg.kernels import token_loss as tokens
 from fusedpg.kernels.arguments import Rows, Statistics, Tokens, aligned_base
 
-__all__ = ["ensure_available", "logprob_backward", "logprob_forward", "loss_forward", "token_loss"]
+__all__ = ["ensure_available", "logprob_backward", "logprob_forward", "loss_forward", "rescale_", "token_loss"]
 
 
 def ensure_available() -> None:
@@ -155,6 +162,25 @@ def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(tensor.device.type).device(tensor.device)
+
+
+def rescale_(grad: Tensor, factor: Tensor) -> None:
+    """`grad *= factor` for a gradient (B, T, V) of ours; where the device finds factor 1 it moves nothing."""
+    batch, length, vocab = grad.shape
+    if grad.numel() == 0:
+        return
+    _check_device(grad)
+    chunks = triton.cdiv(vocab, launch.VOCABULARY.chunk)
+    with _on(grad):
+        rescale.rescale_kernel[(batch * length * chunks,)](
+            **_out_arguments(grad),
+            scale_ptr=factor.to(torch.float32),
+            T=length,
+            V=vocab,
+            chunks=chunks,
+            **_loop(),
+            **launch.options(launch.VOCABULARY, grad.device, {}),
+        )
 
 
 # ---------------------------------------------------------------- launches
