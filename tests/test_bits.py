@@ -9,9 +9,16 @@ import fusedpg
 from support import backend_device, make_case, spec_for
 
 
-def call(backend: str, name: str = "ppo_clip", *, vocab: int = 5003, terms: str = "k3-entropy", packed: bool = True):
+def call(
+    backend: str,
+    name: str = "ppo_clip",
+    *,
+    vocab: int = 5003,
+    terms: str = "k3-entropy",
+    dtype: torch.dtype = torch.float32,
+):
     spec = spec_for(name, "token-mean", terms)
-    case = make_case(spec, dtype=torch.float32, packed=packed, vocab=vocab, lengths=(17, 9, 0, 24))
+    case = make_case(spec, dtype=dtype, packed=True, vocab=vocab, lengths=(17, 9, 0, 24))
     device = backend_device(backend)
     logits = case.logits.to(device).requires_grad_()
     kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in case.kwargs.items()}
@@ -22,7 +29,7 @@ def call(backend: str, name: str = "ppo_clip", *, vocab: int = 5003, terms: str 
 
 def assert_same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
-        assert torch.equal(x.view(torch.int32), y.view(torch.int32))
+        assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 @pytest.fixture
@@ -50,13 +57,16 @@ def test_isas_of_the_same_arithmetic(monkeypatch: pytest.MonkeyPatch):
     """AVX2 and AVX-512 builds run the same 16 lanes and the same fused multiply-adds."""
     from fusedpg import cpu
 
-    if not {"v3", "v4"} <= set(cpu.available_isas()):
+    fused = [isa for isa in cpu.available_isas() if isa in ("v3", "v4", "v4bf16")]
+    if len(fused) < 2:
         pytest.skip("needs a processor with AVX-512")
-    results = []
-    for isa in ("v3", "v4"):
-        monkeypatch.setenv("FUSEDPG_CPU_ISA", isa)
-        results.append(call("cpu"))
-    assert_same_bits(*results)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        results = []
+        for isa in fused:
+            monkeypatch.setenv("FUSEDPG_CPU_ISA", isa)
+            results.append(call("cpu", dtype=dtype))
+        for other in results[1:]:
+            assert_same_bits(results[0], other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

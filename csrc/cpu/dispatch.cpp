@@ -22,6 +22,9 @@ const Kernels& kernels();
 namespace v4 {
 const Kernels& kernels();
 }
+namespace v4bf16 {
+const Kernels& kernels();
+}
 #endif
 
 namespace {
@@ -42,8 +45,12 @@ const std::vector<Build>& builds() {
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");
-    return std::vector<Build>{
-        {"v4", v4, v4::kernels}, {"v3", v3, v3::kernels}, {"v2", v2, v2::kernels}, {"generic", true, generic::kernels}};
+    const bool v4bf16 = v4 && __builtin_cpu_supports("avx512bf16");
+    return std::vector<Build>{{"v4bf16", v4bf16, v4bf16::kernels},
+                              {"v4", v4, v4::kernels},
+                              {"v3", v3, v3::kernels},
+                              {"v2", v2, v2::kernels},
+                              {"generic", true, generic::kernels}};
   }();
 #else
   static const std::vector<Build> all{{"generic", true, generic::kernels}};

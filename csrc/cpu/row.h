@@ -45,12 +45,55 @@ FPG_FN F block_max(const X* x, int64_t n) {
   return lane_max(max_or_second(max_or_second(m[0], m[1]), max_or_second(m[2], m[3])));
 }
 
+/// The same from the bits of bf16, twice as many lanes at a time: as integers, values that are not negative keep their order.
+/// False, and no maximum, when every value is negative or one is NaN (above infinity once the sign is shifted out).
+FPG_FN bool bits_max(const bf16* x, int64_t n, float* max) {
+  typedef int16_t Signed __attribute__((vector_size(4 * NATIVE)));
+  typedef uint16_t Unsigned __attribute__((vector_size(4 * NATIVE)));
+  constexpr int W = 2 * NATIVE, COUNT = GROUP / W;
+  Signed top[COUNT];
+  Unsigned magnitude[COUNT];
+  FPG_UNROLL for (int j = 0; j < COUNT; ++j) {
+    top[j] = Signed{} - int16_t(32767);
+    magnitude[j] = Unsigned{};
+  }
+  for (int64_t i = 0; i < n; i += GROUP) {
+    FPG_UNROLL for (int j = 0; j < COUNT; ++j) {
+      Unsigned v;
+      __builtin_memcpy(&v, x + i + j * W, sizeof(v));
+      const Unsigned twice = v + v;
+      top[j] = (Signed)v > top[j] ? (Signed)v : top[j];
+      magnitude[j] = twice > magnitude[j] ? twice : magnitude[j];
+    }
+  }
+  int16_t best = -1;
+  uint16_t largest = 0;
+  for (int j = 0; j < COUNT; ++j) {
+    for (int k = 0; k < W; ++k) {
+      best = top[j][k] > best ? top[j][k] : best;
+      largest = magnitude[j][k] > largest ? magnitude[j][k] : largest;
+    }
+  }
+  *max = bit_cast<float>(static_cast<uint32_t>(static_cast<uint16_t>(best)) << 16);
+  return best >= 0 && largest <= 0xff00;
+}
+
+template <class X, class F>
+FPG_FN F fast_max(const X* x, int64_t n) {
+  return block_max<X, F>(x, n);
+}
+template <>
+inline float fast_max<bf16, float>(const bf16* x, int64_t n) {
+  float max;
+  return bits_max(x, n, &max) ? max : block_max<bf16, float>(x, n);
+}
+
 /// The partial of n values (a multiple of GROUP); k is per EXPONENT_UNIT. With KEEP, their exponentials go to exps.
 template <bool KEEP, bool ENTROPY, class X, class F>
 FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
   using V = typename Vector<F>::type;
   constexpr int W = Vector<F>::width;
-  const F m = block_max<X, F>(x, n);
+  const F m = fast_max<X, F>(x, n);
   if (!(m < static_cast<F>(INFINITY))) return {m, NAN, NAN};
   if (m == -static_cast<F>(INFINITY)) {
     if (KEEP) __builtin_memset(exps, 0, static_cast<size_t>(n) * sizeof(F));

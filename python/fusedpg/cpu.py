@@ -47,7 +47,7 @@ def ensure_available() -> None:
 
 
 def isa() -> str:
-    """The instruction set in use: "v4", "v3", "v2" (x86-64 levels) or "generic"."""
+    """The build in use: "v4", "v3", "v2" (x86-64 levels), "v4bf16" (v4 with AVX512-BF16) or "generic"."""
     return str(_core().isa())
 
 
