@@ -22,8 +22,8 @@ using MatrixArgs = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, int64
 using MapArgs = std::tuple<Address, double, double, double>;     // row_temperature, temperature, softcap, logit_scale
 using RowArgs = std::tuple<Address, Address, Address, Address>;  // logp, entropy, row_max, log_sum
 /// count, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, sequences
-using TokenArgs = std::tuple<int64_t, Address, Address, Address, Address, Address, Address, Address, int64_t>;
-using TokenOutArgs = std::tuple<Address, Address, Address, Address>;  // per_token, c, e, sums
+using TokenArgs = std::tuple<int64_t, Address, Address, Address, Address, Address, Address, Address, int64_t, Address>;
+using TokenOutArgs = std::tuple<Address, Address, Address, Address, double>;  // per_token, c, e, sums, scale
 
 template <class T>
 T* at(Address a) {
@@ -38,12 +38,13 @@ RowOut row_out(const RowArgs& a) {
   return {at<void>(std::get<0>(a)), at<void>(std::get<1>(a)), at<void>(std::get<2>(a)), at<void>(std::get<3>(a))};
 }
 TokenOutputs token_out(const TokenOutArgs& a) {
-  return {at<void>(std::get<0>(a)), at<void>(std::get<1>(a)), at<void>(std::get<2>(a)), at<void>(std::get<3>(a))};
+  return {at<void>(std::get<0>(a)), at<void>(std::get<1>(a)), at<void>(std::get<2>(a)), at<void>(std::get<3>(a)),
+          std::get<4>(a)};
 }
 Tokens tokens(const TokenArgs& a) {
-  return {std::get<0>(a),           at<void>(std::get<1>(a)),    at<void>(std::get<2>(a)),
-          at<void>(std::get<3>(a)), at<void>(std::get<4>(a)),    at<void>(std::get<5>(a)),
-          at<void>(std::get<6>(a)), at<int64_t>(std::get<7>(a)), std::get<8>(a)};
+  return {std::get<0>(a),           at<void>(std::get<1>(a)),   at<void>(std::get<2>(a)), at<void>(std::get<3>(a)),
+          at<void>(std::get<4>(a)), at<void>(std::get<5>(a)),   at<void>(std::get<6>(a)), at<int64_t>(std::get<7>(a)),
+          std::get<8>(a),           at<uint8_t>(std::get<9>(a))};
 }
 
 /// Refuses what the kernels would index out of range on, or read through a null pointer.
@@ -64,6 +65,7 @@ const double* checked(const std::vector<double>& spec, const Tokens& t) {
                                   std::to_string(static_cast<int>(c.last)));
   }
   if (t.count == 0) return spec.data();  // empty tensors have no address
+  if (!t.w && !(t.mask && spec[P_LEVEL] < 1)) throw std::invalid_argument("w: expected weights in the compute dtype, got None");
   const bool needs_ref = spec[P_KL] > 0 && spec[P_KL_TARGET] < 1, needs_rollout = spec[P_KL] > 0 && !needs_ref;
   if ((needs_ref && !t.logp_ref) || (needs_rollout && !t.logp_rollout))
     throw std::invalid_argument(std::string("spec: its KL term needs ") + (needs_ref ? "logp_ref" : "logp_rollout") +
@@ -73,16 +75,19 @@ const double* checked(const std::vector<double>& spec, const Tokens& t) {
 }
 
 /// A big fresh output is mapped in huge pages: faulting it in 4 KB steps costs more than writing it.
-void want_huge_pages(const Matrix& m, const Matrix& logits, DType dtype) {
+void want_huge_pages(const void* data, int64_t values, DType dtype) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = uintptr_t(2) << 20, element = dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(m.data) + page - 1) / page * page;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(m.data) + static_cast<uintptr_t>(m.rows() * m.vocab) * element;
-  if (m.data && m.data != logits.data && end > first + 8 * page)
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(values) * element;
+  if (data && end > first + page)
     (void)madvise(reinterpret_cast<void*>(first), (end - first) / page * page, MADV_HUGEPAGE);  // only a hint
 #else
-  (void)m, (void)logits, (void)dtype;
+  (void)data, (void)values, (void)dtype;
 #endif
+}
+void want_huge_pages(const Matrix& out, const Matrix& logits, DType dtype) {
+  if (out.data != logits.data) want_huge_pages(out.data, out.rows() * out.vocab, dtype);
 }
 
 void logprob_forward(int dtype, int threads, const MatrixArgs& logits, Address targets, Address active, const MapArgs& map,
@@ -107,8 +112,10 @@ void token_loss(int dtype, int threads, const std::vector<double>& spec, Address
   const Kernels& k = chosen_kernels();
   const Tokens t = tokens(token_args);
   const double* encoded = checked(spec, t);
+  const TokenOutputs outputs = token_out(out);
   const py::gil_scoped_release release;
-  k.token_loss(static_cast<DType>(dtype), threads, encoded, at<void>(logp), at<void>(entropy), t, token_out(out));
+  for (const void* p : {outputs.per_token, outputs.c, outputs.e}) want_huge_pages(p, t.count, static_cast<DType>(dtype));
+  k.token_loss(static_cast<DType>(dtype), threads, encoded, at<void>(logp), at<void>(entropy), t, outputs);
 }
 
 void loss_forward(int dtype, int threads, const std::vector<double>& spec, const MatrixArgs& logits, Address targets,

@@ -39,7 +39,8 @@ class Rows:
         batch, self.T, self.V = logits.shape
         self.N = batch * self.T
         self.device = logits.device
-        self.logits, self.targets, self.w, self.row_temperature = logits, targets, w, row_temperature
+        self.logits, self.targets, self.row_temperature = logits, targets, row_temperature
+        self.w = None if w is None else w.to(torch.float32)
         self.chunks = max(1, triton.cdiv(self.V, launch.VOCABULARY.chunk))
         self.split = launch.split_rows(self.N, self.chunks, self.device)
         self.softcap = float(softcap)
@@ -90,6 +91,7 @@ class Tokens:
         cu: Tensor | None,
         device: torch.device,
     ) -> None:
+        w = w.to(torch.float32)
         self.w, self.cu, self.N = w, cu, w.numel()
         self.sequence_level = spec[_LEVEL] != Level.TOKEN and self.N > 0
         self.has_entropy_term = spec[_ENTROPY_COEF] != 0.0

@@ -31,17 +31,21 @@ struct RowOut {
   void *logp, *entropy, *row_max, *log_sum;
 };
 
-/// Per-token inputs of stage B, in the compute type; null where absent. `cu` has sequences + 1 entries.
+/// Per-token inputs of stage B, in the compute type; null where absent. `cu` has sequences + 1 entries. `mask`, of 0 and 1,
+/// stands in for `w` where stage B runs alone at token level.
 struct Tokens {
   int64_t count;
   const void *w, *advantages, *logp_old, *logp_ref, *logp_rollout, *is_weights;
   const int64_t* cu;
   int64_t sequences;
+  const uint8_t* mask;
 };
 
-/// Per-token results of stage B. `e` null when the spec has no entropy term; `sums` has NSUMS entries.
+/// Per-token results of stage B. `e` null when the spec has no entropy term; `sums` has NSUMS entries. `scale` multiplies c and
+/// e.
 struct TokenOutputs {
   void *per_token, *c, *e, *sums;
+  double scale;
 };
 
 /// One build of the kernels. `gradient.data` null: none; equal to logits.data: in place.

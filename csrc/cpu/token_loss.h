@@ -138,6 +138,7 @@ FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::t
 template <class F>
 struct TokenArrays {
   F *per_token, *c, *e, *dr;
+  F scale;
 };
 
 /// A vector of tokens from i on; n < width only at the end of a batch.
@@ -161,10 +162,10 @@ FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const Token
     put(out.dr, zero_unless(on, t.dr));
   } else {
     const V c = token_coefficient(w, t.dl, t.dr);
-    put(out.c, c);
+    put(out.c, c * V(out.scale));
     sums.count(S_ACTIVE, negate(c == V(0)));
   }
-  if (out.e) put(out.e, zero_unless(on, V(-spec.entropy_coef) * w));
+  if (out.e) put(out.e, zero_unless(on, V(-spec.entropy_coef) * w * V(out.scale)));
   add_metrics(spec, in, t, w, on, v.is_weight != nullptr, sums);
 }
 
@@ -184,12 +185,13 @@ void token_block(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F
 
 /// c = w (dl + D), D the mean of dr over the sequence; counts the active tokens.
 template <class F>
-int64_t share_sequence_derivative(int threads, const F* w, const F* shared, int64_t n, F* c) {
+int64_t share_sequence_derivative(int threads, const F* w, const F* shared, int64_t n, F scale, F* c) {
   int64_t active = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : active)
   for (int64_t i = 0; i < n; ++i) {
-    c[i] = token_coefficient(w[i], c[i], shared[i]);
-    active += !(c[i] == F(0));
+    const F whole = token_coefficient(w[i], c[i], shared[i]);
+    active += !(whole == F(0));
+    c[i] = whole * scale;
   }
   return active;
 }
@@ -211,13 +213,21 @@ void token_loss(int threads, const Spec<F>& spec, const F* logp, const F* entrop
     view.log_ratio_seq = seq_ratio.get();
   }
   const TokenArrays<F> out{static_cast<F*>(outputs.per_token), static_cast<F*>(outputs.c), static_cast<F*>(outputs.e),
-                           shared ? dr.get() : nullptr};
+                           shared ? dr.get() : nullptr, static_cast<F>(outputs.scale)};
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flush;
+    TokenView<F> mine = view;
+    F* w = tokens.mask ? static_cast<F*>(thread_scratch(Slot::block, TOKEN_BLOCK * sizeof(F))) : nullptr;
 #pragma omp for schedule(dynamic, 4)
-    for (int64_t b = 0; b < blocks; ++b)
-      token_block(spec, view, out, b * TOKEN_BLOCK, smaller((b + 1) * TOKEN_BLOCK, n), block_sums.get() + b * NSUMS);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t begin = b * TOKEN_BLOCK, end = smaller(begin + TOKEN_BLOCK, n);
+      if (tokens.mask) {  // a block's weights in L1, instead of all of them in memory
+        for (int64_t i = begin; i < end; ++i) w[i - begin] = static_cast<F>(tokens.mask[i]);
+        mine.w = w - begin;
+      }
+      token_block(spec, mine, out, begin, end, block_sums.get() + b * NSUMS);
+    }
   }
   double all[NSUMS];
   clear_sums<F>(all);
@@ -225,7 +235,7 @@ void token_loss(int threads, const Spec<F>& spec, const F* logp, const F* entrop
   if (shared) {
     const F* per_row = dr.get();
     sequences.mean(threads, view.w, [per_row](int64_t i) { return per_row[i]; }, seq_dr.get());
-    all[S_ACTIVE] = static_cast<double>(share_sequence_derivative(threads, view.w, seq_dr.get(), n, out.c));
+    all[S_ACTIVE] = static_cast<double>(share_sequence_derivative(threads, view.w, seq_dr.get(), n, out.scale, out.c));
   }
   all[S_KEEP] = all[S_TOKENS];
   for (int s = 0; s < NSUMS; ++s) static_cast<F*>(outputs.sums)[s] = static_cast<F>(all[s]);

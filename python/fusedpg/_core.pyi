@@ -3,7 +3,8 @@
 _Matrix = tuple[int, int, int, int, int, int]
 _Map = tuple[int, float, float, float]
 _Four = tuple[int, int, int, int]
-_Tokens = tuple[int, int, int, int, int, int, int, int, int]
+_Outputs = tuple[int, int, int, int, float]
+_Tokens = tuple[int, int, int, int, int, int, int, int, int, int]
 
 NPARAMS: int
 NSUMS: int
@@ -17,7 +18,7 @@ def logprob_backward(
     dtype: int, threads: int, logits: _Matrix, targets: int, saved: _Four, c: int, e: int, map: _Map, gradient: _Matrix
 ) -> None: ...
 def token_loss(
-    dtype: int, threads: int, spec: list[float], logp: int, entropy: int, tokens: _Tokens, out: _Four
+    dtype: int, threads: int, spec: list[float], logp: int, entropy: int, tokens: _Tokens, out: _Outputs
 ) -> None: ...
 def loss_forward(
     dtype: int,
@@ -29,6 +30,6 @@ def loss_forward(
     tokens: _Tokens,
     map: _Map,
     rows: _Four,
-    out: _Four,
+    out: _Outputs,
     gradient: _Matrix,
 ) -> None: ...

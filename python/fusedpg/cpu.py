@@ -13,6 +13,8 @@ from typing import Any
 import torch  # before the core: torch's OpenMP runtime is then the one that both use
 from torch import Tensor
 
+from .spec import Level
+
 __all__ = [
     "available_isas",
     "ensure_available",
@@ -25,7 +27,8 @@ __all__ = [
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _NO_MATRIX = (0, 0, 0, 0, 0, 0)
-_ENTROPY_COEF = 18  # of LossSpec.encode()
+_LEVEL, _ENTROPY_COEF = 1, 18  # of LossSpec.encode()
+_WORTH_A_THREAD = 16_384
 
 
 @functools.cache
@@ -69,7 +72,7 @@ def logprob_forward(
     """Stage A: (logp, entropy, row_max, log_sum), each (N,); entropy is empty when not wanted."""
     rows = _new_rows(logits, want_entropy)
     logit_map = (_address(row_temperature), temperature, softcap, logit_scale)
-    code, threads, matrix = _DTYPES[logits.dtype], torch.get_num_threads(), _matrix(logits)
+    code, threads, matrix = _DTYPES[logits.dtype], _threads(logits.numel()), _matrix(logits)
     _core().logprob_forward(code, threads, matrix, targets.data_ptr(), _address(active), logit_map, _addresses(rows))
     return rows
 
@@ -93,7 +96,7 @@ def logprob_backward(
     logit_map = (_address(row_temperature), temperature, softcap, logit_scale)
     _core().logprob_backward(
         _DTYPES[logits.dtype],
-        torch.get_num_threads(),
+        _threads(logits.numel()),
         _matrix(logits),
         targets.data_ptr(),
         saved,
@@ -115,14 +118,15 @@ def token_loss(
     logp_rollout: Tensor | None,
     is_weights: Tensor | None,
     cu: Tensor | None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stage B: (per_token, c, e, sums); c and e are not scaled, e is empty without an entropy term."""
-    streams = (w, advantages, logp_old, logp_ref, logp_rollout, is_weights)
+    """Stage B: (per_token, c, e, sums); c and e are multiplied by `scale`, e is empty without an entropy term."""
+    mask = w if w.dtype == torch.bool and spec[_LEVEL] == Level.TOKEN else None
+    streams = (None if mask is not None else w.to(logp.dtype), advantages, logp_old, logp_ref, logp_rollout, is_weights)
     out = _new_token_outputs(spec, logp)
-    code, threads = _DTYPES[logp.dtype], torch.get_num_threads()
-    _core().token_loss(
-        code, threads, spec, logp.data_ptr(), _address(entropy), _tokens(logp.numel(), streams, cu), _addresses(out)
-    )
+    code, threads, tokens = _DTYPES[logp.dtype], _threads(logp.numel()), _tokens(logp.numel(), streams, cu, mask)
+    outputs = (*_addresses(out), 1.0 if scale is None else float(scale))
+    _core().token_loss(code, threads, spec, logp.data_ptr(), _address(entropy), tokens, outputs)
     return out
 
 
@@ -151,10 +155,10 @@ def loss_forward(
     """
     rows = _new_rows(logits, want_entropy or spec[_ENTROPY_COEF] != 0)
     outputs = _new_token_outputs(spec, rows[0])
-    streams = (w, advantages, logp_old, logp_ref, logp_rollout, is_weights)
+    streams = (w.to(rows[0].dtype), advantages, logp_old, logp_ref, logp_rollout, is_weights)
     _core().loss_forward(
         _DTYPES[logits.dtype],
-        torch.get_num_threads(),
+        _threads(logits.numel()),
         spec,
         _matrix(logits),
         targets.data_ptr(),
@@ -162,7 +166,7 @@ def loss_forward(
         _tokens(rows[0].numel(), streams, cu),
         (_address(row_temperature), temperature, softcap, logit_scale),
         _addresses(rows),
-        _addresses(outputs),
+        (*_addresses(outputs), 1.0),
         _NO_MATRIX if grad_out is None else _matrix(grad_out),
     )
     return (*rows, *outputs)
@@ -186,8 +190,16 @@ def _matrix(logits: Tensor) -> tuple[int, int, int, int, int, int]:
     return logits.data_ptr(), batch, tokens, vocab, logits.stride(0), logits.stride(1)
 
 
-def _tokens(count: int, streams: tuple[Tensor | None, ...], cu: Tensor | None) -> tuple[Any, ...]:
-    return count, *(_address(s) for s in streams), _address(cu), 0 if cu is None else cu.numel() - 1
+def _tokens(
+    count: int, streams: tuple[Tensor | None, ...], cu: Tensor | None, mask: Tensor | None = None
+) -> tuple[Any, ...]:
+    sequences = 0 if cu is None else cu.numel() - 1
+    return count, *(_address(s) for s in streams), _address(cu), sequences, _address(mask)
+
+
+def _threads(values: int) -> int:
+    """One thread for small work: waking a second costs more than it saves. Results do not depend on it."""
+    return 1 if values < _WORTH_A_THREAD else torch.get_num_threads()
 
 
 def _new_rows(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

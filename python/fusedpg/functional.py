@@ -259,7 +259,7 @@ def policy_loss(
             "pass token_logprobs(..., return_entropy=True).entropy"
         )
     name = dispatch.resolve(backend, logp.device, logp.dtype)
-    dtype = batch.weights.w.dtype
+    dtype = batch.scale.dtype
     rows = logp.to(dtype).reshape(-1).contiguous()
     row_entropy = None if entropy is None else entropy.to(dtype).reshape(-1).contiguous()
     if name == "reference":
@@ -330,7 +330,7 @@ def _reference_loss(
         rows = torch.arange(batch.layout.tokens, device=logp.device)
         segment = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
     tokens = reference.Tokens(
-        batch.weights.w,
+        batch.weights.w.to(logp.dtype),
         batch.advantages,
         batch.logp_old,
         batch.logp_ref,

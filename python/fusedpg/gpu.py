@@ -50,9 +50,8 @@ def logprob_forward(
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stage A -> (logp, entropy, row_max, log_sum), fp32 (N,) each; entropy is empty when not wanted."""
-    w = None if active is None else active.to(torch.float32)
     _check_device(logits)
-    rows = Rows(logits, targets, w, row_temperature, temperature, softcap, logit_scale)
+    rows = Rows(logits, targets, active, row_temperature, temperature, softcap, logit_scale)
     with _on(logits):
         return _forward(rows, want_entropy).public()
 
@@ -89,14 +88,18 @@ def token_loss(
     logp_rollout: Tensor | None,
     is_weights: Tensor | None,
     cu: Tensor | None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stage B alone -> (per_token, c, e, sums); c and e without the scale, e empty when the spec has no entropy."""
+    """Stage B alone -> (per_token, c, e, sums); c and e times `scale`, e empty when the spec has no entropy."""
     _check_device(logp)
     b = Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logp.device)
     with _on(logp):
         if b.sequence_level:
             _sequence_means(b, logp)
-        return _token_loss(b, logp, entropy)
+        per_token, c, e, sums = _token_loss(b, logp, entropy)
+        if scale is not None:
+            c, e = c.mul_(scale), e.mul_(scale)
+        return per_token, c, e, sums
 
 
 def loss_forward(

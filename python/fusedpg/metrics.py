@@ -93,10 +93,9 @@ class Metrics(Mapping[str, Tensor]):
         cls, sums: Tensor, weight: Tensor, sequences: Tensor, *, has_kl: bool, has_entropy: bool, has_is: bool
     ) -> Metrics:
         """Metrics of one call from the vector of a backend."""
-        tokens = sums[_INDEX["tokens"]]
-        counts = [tokens * float(flag) for flag in (has_kl, has_entropy, has_is)]
-        totals = torch.cat([sums[:-NEXTREMA], torch.stack([*counts, weight.to(sums), sequences.to(sums)])])
-        return cls(totals, sums[-NEXTREMA:])
+        flags = sums.new_tensor([has_kl, has_entropy, has_is])
+        counts = torch.cat([sums[_INDEX["tokens"]] * flags, weight.to(sums)[None], sequences.to(sums)[None]])
+        return cls(torch.cat([sums[:-NEXTREMA], counts]), sums[-NEXTREMA:])
 
     @classmethod
     def empty(cls) -> Metrics:

@@ -125,8 +125,8 @@ def token_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, per_token, c, e or empty, sums): loss = numerator*scale, c and e its derivatives."""
     *streams, backend = args
-    per_token, c, e, sums = dispatch.native(backend).token_loss(spec, logp, entropy, w, *streams)
-    return sums[0] * scale, per_token, c.mul_(scale), e.mul_(scale), sums
+    per_token, c, e, sums = dispatch.native(backend).token_loss(spec, logp, entropy, w, *streams, scale)
+    return sums[0] * scale, per_token, c, e, sums
 
 
 @token_loss.register_fake

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import backend_device
-from triton_tools.global_traffic import GlobalTraffic
 
 from fusedpg import gpu
+from support import backend_device
+from triton_tools.global_traffic import GlobalTraffic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
