@@ -130,7 +130,7 @@ def test_every_variant_on(target):
 def test_one_compilation_serves_every_shape():
     """N, V, T, S, strides and flags equal to 1, odd, divisible by 16, past 2^31; per-token views at any address."""
     counts = dict(line.split() for line in run(CACHE_KEYS))
-    assert len(counts) == 9
+    assert len(counts) == 10
     assert set(counts.values()) == {"1"}
 
 
