@@ -20,9 +20,10 @@ test: $(STAMP)
 sweep: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "sweep and not gpu" $(ARGS)
 
-# every test that needs a device, then the interpreter-free kernels on it
+# on a machine with a GPU: the tests that need one, then every Triton parity test on it instead of in the interpreter
 gpu-check: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" tests/test_parity.py tests/test_autograd.py tests/test_bits.py -k triton $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m fusedpg bench $(ARGS)

@@ -131,7 +131,8 @@ def policy_loss_from_logits(
         cu_seqlens: (S+1,) int32 or int64, the boundaries of packed sequences.
         normalizer: one number that divides the numerator instead of the local weight.
         temperature, softcap, logit_scale: as in `token_logprobs`.
-        inplace: let the gradient overwrite the logits' memory (one backward; eager only).
+        inplace: let the gradient overwrite the logits' memory: one backward, eager only. Call `loss.backward()`; where
+            `logits` is a view, `torch.autograd.grad(loss, logits)` no longer finds it after the write.
         return_entropy: also return the entropy of each row.
         metrics: "full" or "none".
         backend: "auto", "cpu", "triton" or "reference".
