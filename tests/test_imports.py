@@ -26,8 +26,10 @@ ARROWS = {
     "kernels": {"kernels", "spec"},
     "ops": {"dispatch", "metrics"},
     "batch": {"ops", "spec", "validate", "weights"},
-    "functional": {"batch", "dispatch", "metrics", "ops", "reference", "spec", "validate", "weights"},
-    "__init__": {"functional", "losses", "metrics", "spec"},
+    "outputs": {"batch", "metrics", "spec"},
+    "rows": {"batch", "metrics", "ops", "reference", "spec", "validate"},
+    "functional": {"batch", "dispatch", "ops", "outputs", "rows", "spec", "validate"},
+    "__init__": {"functional", "losses", "metrics", "outputs", "spec"},
 }
 
 #: packages outside the standard library

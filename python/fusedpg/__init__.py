@@ -3,9 +3,10 @@
 Importing the package needs neither Triton nor the compiled core; each is loaded by the first call that runs on it.
 """
 
-from .functional import LogprobOutput, LossOutput, policy_loss, policy_loss_from_logits, token_logprobs
+from .functional import policy_loss, policy_loss_from_logits, token_logprobs
 from .losses import CATALOGUE, loss_spec
 from .metrics import METRIC_NAMES, Metrics
+from .outputs import LogprobOutput, LossOutput
 from .spec import LossSpec
 
 __version__ = "0.1.0"

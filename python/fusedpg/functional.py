@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, reference, validate
-from .batch import Batch, flat, flat_mask, make_batch
-from .metrics import SUM_NAMES, Metrics
+from . import dispatch, ops, rows, validate
+from .batch import make_batch
+from .outputs import LogprobOutput, LossOutput, check_metrics, make_output
 from .spec import Level, LossSpec
-
-
-@dataclass(frozen=True)
-class LogprobOutput:
-    """Per-token results in the shape of `targets`, fp32 (fp64 for fp64 logits), differentiable."""
-
-    logp: Tensor
-    entropy: Tensor | None
-    backend: str
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """One policy loss; see `policy_loss_from_logits` for the fields."""
-
-    loss: Tensor
-    numerator: Tensor
-    weight: Tensor
-    logp: Tensor
-    entropy: Tensor | None
-    per_token: Tensor
-    metrics: Metrics
-    backend: str
 
 
 def token_logprobs(
@@ -72,15 +46,15 @@ def token_logprobs(
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name. On a GPU an unmasked id
             outside the vocabulary gives NaN instead (no synchronisation), or raises with FUSEDPG_DEBUG=1.
     """
-    rows_mask, logit_map = _check_rows(logits, targets, mask, temperature, softcap, logit_scale)
+    rows_mask, logit_map = rows.check_rows(logits, targets, mask, temperature, softcap, logit_scale)
     active = None if rows_mask is None else rows_mask != 0
-    _check_ids(targets, active, logits)
+    rows.check_ids(targets, active, logits)
     name = dispatch.resolve(backend, logits.device, logits.dtype)
     ids = targets.reshape(-1).to(torch.int64).contiguous()
     if name == "reference":
-        logp, entropy = _reference_logprobs(logits, ids, active, logit_map, return_entropy)
+        logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, return_entropy)
     else:
-        logp, entropy, _, _ = ops.logprob(_rows3d(logits), ids, active, *logit_map, return_entropy, name)
+        logp, entropy, _, _ = ops.logprob(rows.rows3d(logits), ids, active, *logit_map, return_entropy, name)
     shape = targets.shape
     if not return_entropy or entropy is None:
         return LogprobOutput(logp.view(shape), None, name)
@@ -146,7 +120,7 @@ def policy_loss_from_logits(
     Raises:
         TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
     """
-    rows_mask, logit_map = _check_rows(logits, targets, mask, temperature, softcap, logit_scale)
+    rows_mask, logit_map = rows.check_rows(logits, targets, mask, temperature, softcap, logit_scale)
     batch = make_batch(
         spec,
         targets,
@@ -163,8 +137,8 @@ def policy_loss_from_logits(
         cu_seqlens=cu_seqlens,
         normalizer=normalizer,
     )
-    _check_metrics(metrics)
-    _check_ids(targets, None if rows_mask is None else rows_mask != 0, logits)
+    check_metrics(metrics)
+    rows.check_ids(targets, None if rows_mask is None else rows_mask != 0, logits)
     if inplace:
         validate.check_inplace(logits)
     name = dispatch.resolve(backend, logits.device, logits.dtype)
@@ -175,8 +149,8 @@ def policy_loss_from_logits(
             raise ValueError(
                 "inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option"
             )
-        logp, entropy = _reference_logprobs(logits, ids, batch.weights.w != 0, logit_map, want_entropy)
-        loss, per_token, sums = _reference_loss(spec, logp, entropy, batch)
+        logp, entropy = rows.reference_logprobs(logits, ids, batch.weights.w != 0, logit_map, want_entropy)
+        loss, per_token, sums = rows.reference_loss(spec, logp, entropy, batch)
     else:
         # fp16 gradients keep their range only when the upstream factor (a loss scale) is known before the rounding;
         # a traced graph plans its own memory
@@ -184,12 +158,12 @@ def policy_loss_from_logits(
         form_grad = early and logits.requires_grad and torch.is_grad_enabled()
         args = (ids, batch.weights.w, batch.scale, *batch.streams, *logit_map, want_entropy)
         if inplace:
-            out = ops.InplaceLoss.apply(_rows3d(logits), form_grad, spec.encode(), *args, name)
+            out = ops.InplaceLoss.apply(rows.rows3d(logits), form_grad, spec.encode(), *args, name)
             loss, logp, entropy, per_token, sums = out
         else:
-            out = ops.logits_loss(spec.encode(), _rows3d(logits), *args, form_grad, name)
+            out = ops.logits_loss(spec.encode(), rows.rows3d(logits), *args, form_grad, name)
             loss, logp, entropy, _, _, per_token, _, _, sums, _ = out
-    return _output(
+    return make_output(
         spec, batch, name, loss, logp, entropy if want_entropy else None, per_token, sums, metrics, return_entropy
     )
 
@@ -249,7 +223,7 @@ def policy_loss(
         cu_seqlens=cu_seqlens,
         normalizer=normalizer,
     )
-    _check_metrics(metrics)
+    check_metrics(metrics)
     if entropy is not None:
         validate.check_per_token("entropy", entropy, "logp", logp, tuple(logp.shape))
         if not entropy.is_floating_point():
@@ -261,124 +235,11 @@ def policy_loss(
         )
     name = dispatch.resolve(backend, logp.device, logp.dtype)
     dtype = batch.scale.dtype
-    rows = logp.to(dtype).reshape(-1).contiguous()
-    row_entropy = None if entropy is None else entropy.to(dtype).reshape(-1).contiguous()
+    flat_logp = logp.to(dtype).reshape(-1).contiguous()
+    flat_entropy = None if entropy is None else entropy.to(dtype).reshape(-1).contiguous()
     if name == "reference":
-        loss, per_token, sums = _reference_loss(spec, rows, row_entropy, batch)
+        loss, per_token, sums = rows.reference_loss(spec, flat_logp, flat_entropy, batch)
     else:
-        out = ops.token_loss(spec.encode(), rows, row_entropy, batch.weights.w, batch.scale, *batch.streams, name)
+        out = ops.token_loss(spec.encode(), flat_logp, flat_entropy, batch.weights.w, batch.scale, *batch.streams, name)
         loss, per_token, _, _, sums = out
-    return _output(spec, batch, name, loss, rows, row_entropy, per_token, sums, metrics, entropy is not None)
-
-
-# ------------------------------------------------------------------ shared pieces
-
-
-def _check_rows(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """The flat mask and the logit map (row_temperature, temperature, softcap or 0, logit_scale)."""
-    validate.check_targets(targets)
-    validate.check_logits(logits, targets)
-    validate.check_temperature(temperature, targets)
-    scale = validate.check_positive("logit_scale", logit_scale)
-    cap = 0.0 if softcap is None else validate.check_positive("softcap", softcap)
-    rows_mask = flat_mask(mask, targets, "targets")
-    if isinstance(temperature, Tensor):
-        return rows_mask, (flat(temperature, ops.compute_dtype(logits.dtype)), 1.0, cap, scale)
-    return rows_mask, (None, float(temperature), cap, scale)
-
-
-def _check_ids(targets: Tensor, active: Tensor | None, logits: Tensor) -> None:
-    validate.check_target_range(targets, None if active is None else active.view(targets.shape), logits.shape[-1])
-
-
-def _check_metrics(metrics: str) -> None:
-    if metrics not in ("full", "none"):
-        raise ValueError(f"metrics: expected 'full' or 'none'; got {metrics!r}")
-
-
-def _rows3d(logits: Tensor) -> Tensor:
-    """(B, T, V) with unit stride along the vocabulary; a copy only where that stride is not 1."""
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        logits = logits.contiguous()
-    return logits if logits.ndim == 3 else logits.unsqueeze(0)
-
-
-def _reference_logprobs(
-    logits: Tensor, ids: Tensor, active: Tensor | None, logit_map: tuple[Any, ...], want_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    row_temperature, temperature, softcap, logit_scale = logit_map
-    rows = logits.reshape(-1, logits.shape[-1])
-    if active is None:
-        active = torch.ones_like(ids, dtype=torch.bool)
-    t = temperature if row_temperature is None else row_temperature
-    return reference.logprobs(rows, ids, active, t, softcap, logit_scale, want_entropy)
-
-
-def _reference_loss(
-    spec: LossSpec, logp: Tensor, entropy: Tensor | None, batch: Batch
-) -> tuple[Tensor, Tensor, Tensor]:
-    segment, count = None, 0
-    if spec.level != Level.TOKEN:
-        assert batch.cu_seqlens is not None
-        count = batch.cu_seqlens.numel() - 1
-        rows = torch.arange(batch.layout.tokens, device=logp.device)
-        segment = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
-    tokens = reference.Tokens(
-        batch.weights.w.to(logp.dtype),
-        batch.advantages,
-        batch.logp_old,
-        batch.logp_ref,
-        batch.logp_rollout,
-        batch.is_weights,
-        segment,
-        count,
-    )
-    numerator, per_token, sums = reference.token_loss(spec, logp, entropy, tokens)
-    leaf = logp.detach().requires_grad_()
-    with torch.enable_grad():
-        again, _, _ = reference.token_loss(spec, leaf, None if entropy is None else entropy.detach(), tokens)
-    (c,) = torch.autograd.grad(again, leaf)
-    sums["active"] = (c != 0).sum().to(numerator.dtype)
-    return numerator * batch.scale, per_token, torch.stack([sums[name].detach() for name in SUM_NAMES])
-
-
-def _output(
-    spec: LossSpec,
-    batch: Batch,
-    backend: str,
-    loss: Tensor,
-    logp: Tensor,
-    entropy: Tensor | None,
-    per_token: Tensor,
-    sums: Tensor,
-    metrics: str,
-    return_entropy: bool,
-) -> LossOutput:
-    shape = batch.shape
-    vector = Metrics.empty()
-    if metrics == "full":
-        vector = Metrics.from_sums(
-            sums,
-            batch.weights.weight,
-            batch.weights.sequences,
-            has_kl=spec.has_kl,
-            has_entropy=entropy is not None,
-            has_is=batch.is_weights is not None,
-        )
-    return LossOutput(
-        loss=loss,
-        numerator=sums[0].detach(),
-        weight=batch.weights.weight,
-        logp=logp.detach().view(shape),
-        entropy=entropy.detach().view(shape) if entropy is not None and return_entropy else None,
-        per_token=per_token.detach().view(shape),
-        metrics=vector,
-        backend=backend,
-    )
+    return make_output(spec, batch, name, loss, flat_logp, flat_entropy, per_token, sums, metrics, entropy is not None)

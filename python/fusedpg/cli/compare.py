@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fusedpg
-from fusedpg.functional import LossOutput
+from fusedpg.outputs import LossOutput
 
 from .memory import peak_extra_bytes
 from .train import Trainer

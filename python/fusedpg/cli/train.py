@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fusedpg
-from fusedpg.functional import LossOutput
+from fusedpg.outputs import LossOutput
 
 from .task import VOCABULARY, SortTask
 from .tiny_lm import answer_logits, build_model, generate

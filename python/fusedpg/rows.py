@@ -1,0 +1,85 @@
+"""Flat rows of logits: their checks, their layout, and the reference run on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference, validate
+from .batch import Batch, flat, flat_mask
+from .metrics import SUM_NAMES
+from .ops import compute_dtype
+from .spec import Level, LossSpec
+
+
+def check_rows(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """The flat mask and the logit map (row_temperature, temperature, softcap or 0, logit_scale)."""
+    validate.check_targets(targets)
+    validate.check_logits(logits, targets)
+    validate.check_temperature(temperature, targets)
+    scale = validate.check_positive("logit_scale", logit_scale)
+    cap = 0.0 if softcap is None else validate.check_positive("softcap", softcap)
+    rows_mask = flat_mask(mask, targets, "targets")
+    if isinstance(temperature, Tensor):
+        return rows_mask, (flat(temperature, compute_dtype(logits.dtype)), 1.0, cap, scale)
+    return rows_mask, (None, float(temperature), cap, scale)
+
+
+def check_ids(targets: Tensor, active: Tensor | None, logits: Tensor) -> None:
+    """Unmasked targets are ids of the vocabulary."""
+    validate.check_target_range(targets, None if active is None else active.view(targets.shape), logits.shape[-1])
+
+
+def rows3d(logits: Tensor) -> Tensor:
+    """(B, T, V) with unit stride along the vocabulary; a copy only where that stride is not 1."""
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    return logits if logits.ndim == 3 else logits.unsqueeze(0)
+
+
+def reference_logprobs(
+    logits: Tensor, ids: Tensor, active: Tensor | None, logit_map: tuple[Any, ...], want_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Stage A of the reference on logits of any rank."""
+    row_temperature, temperature, softcap, logit_scale = logit_map
+    rows = logits.reshape(-1, logits.shape[-1])
+    if active is None:
+        active = torch.ones_like(ids, dtype=torch.bool)
+    t = temperature if row_temperature is None else row_temperature
+    return reference.logprobs(rows, ids, active, t, softcap, logit_scale, want_entropy)
+
+
+def reference_loss(spec: LossSpec, logp: Tensor, entropy: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage B of the reference: (loss, per_token, the vector of sums that the native backends return)."""
+    segment, count = None, 0
+    if spec.level != Level.TOKEN:
+        assert batch.cu_seqlens is not None
+        count = batch.cu_seqlens.numel() - 1
+        rows = torch.arange(batch.layout.tokens, device=logp.device)
+        segment = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
+    tokens = reference.Tokens(
+        batch.weights.w.to(logp.dtype),
+        batch.advantages,
+        batch.logp_old,
+        batch.logp_ref,
+        batch.logp_rollout,
+        batch.is_weights,
+        segment,
+        count,
+    )
+    numerator, per_token, sums = reference.token_loss(spec, logp, entropy, tokens)
+    leaf = logp.detach().requires_grad_()
+    with torch.enable_grad():
+        again, _, _ = reference.token_loss(spec, leaf, None if entropy is None else entropy.detach(), tokens)
+    (c,) = torch.autograd.grad(again, leaf)
+    sums["active"] = (c != 0).sum().to(numerator.dtype)
+    return numerator * batch.scale, per_token, torch.stack([sums[name].detach() for name in SUM_NAMES])
