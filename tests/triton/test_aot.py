@@ -97,7 +97,7 @@ def check(pattern):
     for row in rows:
         where = f"{row['kernel']} {row['variant']} {row['dtype']} {row['target']}"
         assert row["spills"] == 0, where
-        streams = any(word in row["kernel"] for word in ("forward", "split", "backward", "one_pass"))
+        streams = any(word in row["kernel"] for word in ("forward", "split", "backward", "one_pass", "rescale"))
         loops = row["vocabulary_loops"]
         assert bool(loops) == streams, where
         # two vectors of 16 bytes a thread and step and no narrower load, whatever V and the strides are
