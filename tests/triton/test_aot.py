@@ -124,7 +124,7 @@ def test_no_spills_and_wide_loads(pattern):
 @pytest.mark.sweep
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_variant_on(target):
-    assert len(check(target)) >= 75
+    assert len(check(target)) >= 78
 
 
 def test_one_compilation_serves_every_shape():

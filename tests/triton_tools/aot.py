@@ -110,7 +110,7 @@ def variants(kernels: str = "", dtypes: tuple[str, ...] = DTYPES) -> Iterator[tu
     """(kernel, constexprs, shape, dtype) of everything reachable; kernels without logits come once."""
     for fn, constants, shape in launch.reachable_variants():
         if re.search(kernels, fn.__name__):
-            for dtype in dtypes if fn.arg_names[0] == "x_ptr" else dtypes[:1]:
+            for dtype in dtypes if fn.arg_names[0] in LOGITS else dtypes[:1]:
                 yield fn, constants, shape, dtype
 
 
