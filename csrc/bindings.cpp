@@ -80,7 +80,7 @@ void want_huge_pages(const void* data, int64_t values, DType dtype) {
   const uintptr_t page = uintptr_t(2) << 20, element = dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
   const uintptr_t end = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(values) * element;
-  if (data && end > first + page)
+  if (data && end >= first + page)
     (void)madvise(reinterpret_cast<void*>(first), (end - first) / page * page, MADV_HUGEPAGE);  // only a hint
 #else
   (void)data, (void)values, (void)dtype;

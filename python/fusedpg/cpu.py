@@ -29,6 +29,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64:
 _NO_MATRIX = (0, 0, 0, 0, 0, 0)
 _LEVEL, _ENTROPY_COEF = 1, 18  # of LossSpec.encode()
 _WORTH_A_THREAD = 16_384
+_HUGE_PAGE = 2 << 20
 
 
 @functools.cache
@@ -213,5 +214,14 @@ def _new_rows(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tenso
 def _new_token_outputs(spec: list[float], logp: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised (per_token, c, e, sums)."""
     rows = logp.numel()
-    new = functools.partial(torch.empty, dtype=logp.dtype)
+    new = functools.partial(_new_pages, dtype=logp.dtype)
     return new(rows), new(rows), new(rows if spec[_ENTROPY_COEF] != 0 else 0), new(_core().NSUMS)
+
+
+def _new_pages(count: int, dtype: torch.dtype) -> Tensor:
+    """`torch.empty(count)`, beginning at a huge page when it fills one: a million tokens fault in two pages, not 1024."""
+    if count * dtype.itemsize < _HUGE_PAGE:
+        return torch.empty(count, dtype=dtype)
+    memory = torch.empty(count + _HUGE_PAGE // dtype.itemsize, dtype=dtype)
+    skip = -memory.data_ptr() % _HUGE_PAGE // dtype.itemsize
+    return memory[skip : skip + count]
