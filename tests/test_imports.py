@@ -26,9 +26,10 @@ ARROWS = {
     "kernels": {"kernels", "spec"},
     "ops": {"dispatch", "metrics"},
     "batch": {"ops", "spec", "validate", "weights"},
+    "inplace": {"dispatch", "ops"},
     "outputs": {"batch", "metrics", "spec"},
     "rows": {"batch", "metrics", "ops", "reference", "spec", "validate"},
-    "functional": {"batch", "dispatch", "ops", "outputs", "rows", "spec", "validate"},
+    "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "spec", "validate"},
     "__init__": {"functional", "losses", "metrics", "outputs", "spec"},
 }
 

@@ -219,7 +219,7 @@ def _new_token_outputs(spec: list[float], logp: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _new_pages(count: int, dtype: torch.dtype) -> Tensor:
-    """`torch.empty(count)`, beginning at a huge page when it fills one: a million tokens fault in two pages, not 1024."""
+    """`torch.empty(count)`, beginning at a huge page when it fills one: a million tokens are two faults, not 1024."""
     if count * dtype.itemsize < _HUGE_PAGE:
         return torch.empty(count, dtype=dtype)
     memory = torch.empty(count + _HUGE_PAGE // dtype.itemsize, dtype=dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import dispatch, ops, rows, validate
 from .batch import make_batch
+from .inplace import InplaceLoss
 from .outputs import LogprobOutput, LossOutput, check_metrics, make_output
 from .spec import Level, LossSpec
 
@@ -158,7 +159,7 @@ def policy_loss_from_logits(
         form_grad = early and logits.requires_grad and torch.is_grad_enabled()
         args = (ids, batch.weights.w, batch.scale, *batch.streams, *logit_map, want_entropy)
         if inplace:
-            out = ops.InplaceLoss.apply(rows.rows3d(logits), form_grad, spec.encode(), *args, name)
+            out = InplaceLoss.apply(rows.rows3d(logits), form_grad, spec.encode(), *args, name)
             loss, logp, entropy, per_token, sums = out
         else:
             out = ops.logits_loss(spec.encode(), rows.rows3d(logits), *args, form_grad, name)

@@ -7,6 +7,7 @@ Every operator takes flat rows: `logits` is (B, T, V) with any row strides, per-
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from . import dispatch
 from .metrics import NSUMS
 
+_LIBRARY = torch.library.Library("fusedpg", "FRAGMENT")
 _MAP = "Tensor? row_temperature, float temperature, float softcap, float logit_scale"
 _STREAMS = (
     "Tensor advantages, Tensor? logp_old, Tensor? logp_ref, Tensor? logp_rollout, "
@@ -32,16 +34,36 @@ def _rows(like: Tensor, dtype: torch.dtype, present: bool = True) -> Tensor:
     return like.new_empty(rows if present else 0, dtype=dtype)
 
 
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register an operator for every device: what `torch.library.custom_op` does, 0.1 ms a call cheaper."""
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusedpg::{name}", fake)
+    return getattr(torch.ops.fusedpg, name).default
+
+
+def _differentiate(op: Any, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Give `op` its autograd formula: `save(ctx, inputs, output)` after forward, then `backward(ctx, *grads)`."""
+
+    class Formula(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return backward(ctx, *grads)
+
+    _LIBRARY.impl(op.name().split("::")[1], lambda *inputs: Formula.apply(*inputs), "Autograd")
+
+
 # ------------------------------------------------------------------ A: log-probabilities
 
 
-@torch.library.custom_op(
-    "fusedpg::logprob",
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor targets, Tensor? active, {_MAP}, bool want_entropy, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def logprob(
+def _logprob_kernel(
     logits: Tensor, targets: Tensor, active: Tensor | None, *map_entropy: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logp, entropy or empty, row_max, log_sum), each (N,)."""
@@ -49,20 +71,22 @@ def logprob(
     return dispatch.native(backend).logprob_forward(logits, targets, active, *logit_map, want_entropy)
 
 
-@logprob.register_fake
-def _(logits: Tensor, targets: Tensor, active: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def _logprob_fake(logits: Tensor, targets: Tensor, active: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     dtype = compute_dtype(logits.dtype)
     want_entropy = rest[-2]
     return (_rows(logits, dtype), _rows(logits, dtype, want_entropy), _rows(logits, dtype), _rows(logits, dtype))
 
 
-@torch.library.custom_op(
-    "fusedpg::logprob_grad",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor targets, Tensor row_max, Tensor log_sum, Tensor? entropy, Tensor c, Tensor? e, "
-    f"{_MAP}, str backend) -> Tensor",
+logprob = _define(
+    "logprob",
+    f"(Tensor logits, Tensor targets, Tensor? active, {_MAP}, bool want_entropy, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _logprob_kernel,
+    _logprob_fake,
 )
-def logprob_grad(logits: Tensor, *args: Any) -> Tensor:
+
+
+def _logprob_grad_kernel(logits: Tensor, *args: Any) -> Tensor:
     """C: d logits (B, T, V) from `c` = dL/dlogp and `e` = dL/dentropy."""
     *inputs, backend = args
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -70,9 +94,17 @@ def logprob_grad(logits: Tensor, *args: Any) -> Tensor:
     return out
 
 
-@logprob_grad.register_fake
-def _(logits: Tensor, *args: Any) -> Tensor:
+def _logprob_grad_fake(logits: Tensor, *args: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+logprob_grad = _define(
+    "logprob_grad",
+    "(Tensor logits, Tensor targets, Tensor row_max, Tensor log_sum, Tensor? entropy, Tensor c, Tensor? e, "
+    f"{_MAP}, str backend) -> Tensor",
+    _logprob_grad_kernel,
+    _logprob_grad_fake,
+)
 
 
 def _save_logprob(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -108,19 +140,13 @@ def _selected(upstream: Tensor | None, active: Tensor | None, like: Tensor) -> T
     return upstream if active is None else torch.where(active, upstream, 0.0)
 
 
-logprob.register_autograd(_backward_logprob, setup_context=_save_logprob)
+_differentiate(logprob, _save_logprob, _backward_logprob)
 
 
 # ------------------------------------------------------------------ B: the loss from log-probabilities
 
 
-@torch.library.custom_op(
-    "fusedpg::token_loss",
-    mutates_args=(),
-    schema=f"(float[] spec, Tensor logp, Tensor? entropy, Tensor w, Tensor scale, {_STREAMS}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def token_loss(
+def _token_loss_kernel(
     spec: list[float], logp: Tensor, entropy: Tensor | None, w: Tensor, scale: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, per_token, c, e or empty, sums): loss = numerator*scale, c and e its derivatives."""
@@ -129,12 +155,20 @@ def token_loss(
     return sums[0] * scale, per_token, c, e, sums
 
 
-@token_loss.register_fake
-def _(
+def _token_loss_fake(
     spec: list[float], logp: Tensor, entropy: Tensor | None, w: Tensor, scale: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     like = torch.empty_like
     return (like(scale), like(logp), like(logp), _rows(logp, logp.dtype, spec[18] != 0), logp.new_empty(NSUMS))
+
+
+token_loss = _define(
+    "token_loss",
+    f"(float[] spec, Tensor logp, Tensor? entropy, Tensor w, Tensor scale, {_STREAMS}, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _token_loss_kernel,
+    _token_loss_fake,
+)
 
 
 def _save_token_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -163,20 +197,13 @@ def _scaled(c: Tensor, factor: Tensor) -> Tensor:
     return torch.where(c == 0, 0.0, c * factor)
 
 
-token_loss.register_autograd(_backward_token_loss, setup_context=_save_token_loss)
+_differentiate(token_loss, _save_token_loss, _backward_token_loss)
 
 
 # ------------------------------------------------------------------ A + B (+ C): the loss from logits
 
 
-@torch.library.custom_op(
-    "fusedpg::logits_loss",
-    mutates_args=(),
-    schema=f"(float[] spec, Tensor logits, Tensor targets, Tensor w, Tensor scale, {_STREAMS}, {_MAP}, "
-    "bool want_entropy, bool form_grad, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def logits_loss(
+def _logits_loss_kernel(
     spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any
 ) -> tuple[Any, ...]:
     """(loss, logp, entropy, row_max, log_sum, per_token, c, e, sums, d logits or empty).
@@ -190,8 +217,9 @@ def logits_loss(
     return (out[7][0] * scale, *out, grad)
 
 
-@logits_loss.register_fake
-def _(spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any) -> tuple[Any, ...]:
+def _logits_loss_fake(
+    spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any
+) -> tuple[Any, ...]:
     want_entropy, form_grad = args[-3] or spec[18] != 0, args[-2]
     row = lambda present=True: _rows(logits, scale.dtype, present)  # noqa: E731
     return (
@@ -206,6 +234,16 @@ def _(spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tens
         scale.new_empty(NSUMS),
         torch.empty(logits.shape if form_grad else 0, dtype=logits.dtype, device=logits.device),
     )
+
+
+logits_loss = _define(
+    "logits_loss",
+    f"(float[] spec, Tensor logits, Tensor targets, Tensor w, Tensor scale, {_STREAMS}, {_MAP}, "
+    "bool want_entropy, bool form_grad, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _logits_loss_kernel,
+    _logits_loss_fake,
+)
 
 
 def _save_logits_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -227,18 +265,18 @@ def _backward_logits_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any
     if grad is not None:  # handed out once; a retained graph computes the next one afresh
         return (None, rescale_(grad, g_loss, ctx.plain[-1]), *none)
     factor = g_loss * scale
-    c, h, e = _scaled_pair(c, e, entropy, factor)
+    c, h, e = scaled_pair(c, e, entropy, factor)
     return (None, logprob_grad(logits, targets, row_max, log_sum, h, c, e, row_temperature, *ctx.plain), *none)
 
 
-def _scaled_pair(c: Tensor, e: Tensor, entropy: Tensor, factor: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def scaled_pair(c: Tensor, e: Tensor, entropy: Tensor, factor: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(c, entropy or None, e or None), scaled: what `logprob_grad` takes."""
     if e.numel() != c.numel() or e.numel() == 0:
         return _scaled(c, factor), None, None
     return _scaled(c, factor), entropy, _scaled(e, factor)
 
 
-logits_loss.register_autograd(_backward_logits_loss, setup_context=_save_logits_loss)
+_differentiate(logits_loss, _save_logits_loss, _backward_logits_loss)
 
 
 def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
@@ -248,53 +286,3 @@ def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
         return grad if value == 1.0 else grad.mul_(value)
     dispatch.native(backend).rescale_(grad, factor)
     return grad
-
-
-class InplaceLoss(torch.autograd.Function):
-    """`logits_loss` whose gradient overwrites the caller's logits; eager only, one backward.
-
-    The version counter of the logits rises with the write, so autograd refuses any backward that still needs their
-    values.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, form_grad: bool, spec: list[float], *args: Any) -> tuple[Tensor, ...]:
-        """(loss, logp, entropy, per_token, sums)."""
-        targets, w, scale, *rest, backend = args
-        values = logits.detach()
-        out = dispatch.native(backend).loss_forward(
-            spec, values, targets, w, scale, *rest, values if form_grad else None
-        )
-        logp, entropy, row_max, log_sum, per_token, c, e, sums = out
-        if form_grad:
-            torch.autograd.graph.increment_version(logits)
-        ctx.mark_non_differentiable(logp, entropy, per_token, sums)
-        ctx.values, ctx.formed, ctx.backend = logits if not form_grad else values, form_grad, backend
-        ctx.version = logits._version
-        ctx.stats = (targets, row_max, log_sum, c, e, entropy, scale, rest[6:10])
-        return sums[0] * scale, logp, entropy, per_token, sums
-
-    @staticmethod
-    def backward(ctx: Any, g_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-        """The gradient in the memory of the logits."""
-        values, ctx.values = ctx.values, None
-        if values is None:
-            raise RuntimeError(
-                "inplace: expected one backward; got a second one; the first wrote the gradient over the logits; "
-                "pass inplace=False to keep the graph"
-            )
-        if values._version != ctx.version:
-            raise RuntimeError(
-                "inplace: expected the logits untouched between the loss and its backward; got modified memory; "
-                "pass inplace=False"
-            )
-        if ctx.formed:
-            grad = rescale_(values, g_loss, ctx.backend)
-        else:
-            targets, row_max, log_sum, c, e, entropy, scale, logit_map = ctx.stats
-            grad = values.detach()
-            c, h, e = _scaled_pair(c, e, entropy, g_loss * scale)
-            native = dispatch.native(ctx.backend)
-            native.logprob_backward(grad, targets, row_max, log_sum, h, c, e, *logit_map, grad)
-            torch.autograd.graph.increment_version(values)
-        return (grad, *(None,) * (len(ctx.needs_input_grad) - 1))
