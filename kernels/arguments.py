@@ -10,11 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedpg.spec import Level
+from fusedpg.spec import ENTROPY_COEF, LEVEL, Level
 
 from . import launch
 
-_LEVEL, _ENTROPY_COEF = 1, 18  # positions in LossSpec.encode(), as in terms.py
 _STORAGE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -93,8 +92,8 @@ class Tokens:
     ) -> None:
         w = w.to(torch.float32)
         self.w, self.cu, self.N = w, cu, w.numel()
-        self.sequence_level = spec[_LEVEL] != Level.TOKEN and self.N > 0
-        self.has_entropy_term = spec[_ENTROPY_COEF] != 0.0
+        self.sequence_level = spec[LEVEL] != Level.TOKEN and self.N > 0
+        self.has_entropy_term = spec[ENTROPY_COEF] != 0.0
         if self.sequence_level and cu is None:
             raise ValueError("cu: a sequence-level loss needs the sequence bounds, got None")
         self.given = 0

@@ -24,7 +24,7 @@ ARROWS = {
     "cpu": {"_core", "spec"},
     "gpu": {"kernels", "spec"},
     "kernels": {"kernels", "spec"},
-    "ops": {"dispatch", "metrics"},
+    "ops": {"dispatch", "metrics", "spec"},
     "batch": {"ops", "spec", "validate", "weights"},
     "inplace": {"dispatch", "ops"},
     "outputs": {"batch", "metrics", "spec"},

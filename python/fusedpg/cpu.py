@@ -13,7 +13,7 @@ from typing import Any
 import torch  # before the core: torch's OpenMP runtime is then the one that both use
 from torch import Tensor
 
-from .spec import Level
+from .spec import ENTROPY_COEF, LEVEL, Level
 
 __all__ = [
     "available_isas",
@@ -27,7 +27,6 @@ __all__ = [
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _NO_MATRIX = (0, 0, 0, 0, 0, 0)
-_LEVEL, _ENTROPY_COEF = 1, 18  # of LossSpec.encode()
 _WORTH_A_THREAD = 16_384
 _HUGE_PAGE = 2 << 20
 
@@ -122,7 +121,7 @@ def token_loss(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stage B: (per_token, c, e, sums); c and e are multiplied by `scale`, e is empty without an entropy term."""
-    mask = w if w.dtype == torch.bool and spec[_LEVEL] == Level.TOKEN else None
+    mask = w if w.dtype == torch.bool and spec[LEVEL] == Level.TOKEN else None
     streams = (None if mask is not None else w.to(logp.dtype), advantages, logp_old, logp_ref, logp_rollout, is_weights)
     out = _new_token_outputs(spec, logp)
     code, threads, tokens = _DTYPES[logp.dtype], _threads(logp.numel()), _tokens(logp.numel(), streams, cu, mask)
@@ -154,7 +153,7 @@ def loss_forward(
 
     Token level reads the logits once; sequence levels need every logp of a sequence first and read them twice.
     """
-    rows = _new_rows(logits, want_entropy or spec[_ENTROPY_COEF] != 0)
+    rows = _new_rows(logits, want_entropy or spec[ENTROPY_COEF] != 0)
     outputs = _new_token_outputs(spec, rows[0])
     streams = (w.to(rows[0].dtype), advantages, logp_old, logp_ref, logp_rollout, is_weights)
     _core().loss_forward(
@@ -215,7 +214,7 @@ def _new_token_outputs(spec: list[float], logp: Tensor) -> tuple[Tensor, Tensor,
     """Uninitialised (per_token, c, e, sums)."""
     rows = logp.numel()
     new = functools.partial(_new_pages, dtype=logp.dtype)
-    return new(rows), new(rows), new(rows if spec[_ENTROPY_COEF] != 0 else 0), new(_core().NSUMS)
+    return new(rows), new(rows), new(rows if spec[ENTROPY_COEF] != 0 else 0), new(_core().NSUMS)
 
 
 def _new_pages(count: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, ops, rows, validate
-from .batch import make_batch
+from .batch import flat_mask, make_batch
 from .inplace import InplaceLoss
 from .outputs import LogprobOutput, LossOutput, check_metrics, make_output
 from .spec import Level, LossSpec
@@ -47,7 +47,8 @@ def token_logprobs(
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name. On a GPU an unmasked id
             outside the vocabulary gives NaN instead (no synchronisation), or raises with FUSEDPG_DEBUG=1.
     """
-    rows_mask, logit_map = rows.check_rows(logits, targets, mask, temperature, softcap, logit_scale)
+    logit_map = rows.check_rows(logits, targets, temperature, softcap, logit_scale)
+    rows_mask = flat_mask(mask, targets, "targets")
     active = None if rows_mask is None else rows_mask != 0
     rows.check_ids(targets, active, logits)
     name = dispatch.resolve(backend, logits.device, logits.dtype)
@@ -121,7 +122,7 @@ def policy_loss_from_logits(
     Raises:
         TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
     """
-    rows_mask, logit_map = rows.check_rows(logits, targets, mask, temperature, softcap, logit_scale)
+    logit_map = rows.check_rows(logits, targets, temperature, softcap, logit_scale)
     batch = make_batch(
         spec,
         targets,
@@ -139,7 +140,8 @@ def policy_loss_from_logits(
         normalizer=normalizer,
     )
     check_metrics(metrics)
-    rows.check_ids(targets, None if rows_mask is None else rows_mask != 0, logits)
+    active = batch.weights.w != 0
+    rows.check_ids(targets, active, logits)
     if inplace:
         validate.check_inplace(logits)
     name = dispatch.resolve(backend, logits.device, logits.dtype)
@@ -150,7 +152,7 @@ def policy_loss_from_logits(
             raise ValueError(
                 "inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option"
             )
-        logp, entropy = rows.reference_logprobs(logits, ids, batch.weights.w != 0, logit_map, want_entropy)
+        logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, want_entropy)
         loss, per_token, sums = rows.reference_loss(spec, logp, entropy, batch)
     else:
         # fp16 gradients keep their range only when the upstream factor (a loss scale) is known before the rounding;

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import dispatch
 from .metrics import NSUMS
+from .spec import ENTROPY_COEF
 
 _LIBRARY = torch.library.Library("fusedpg", "FRAGMENT")
 _MAP = "Tensor? row_temperature, float temperature, float softcap, float logit_scale"
@@ -159,7 +160,13 @@ def _token_loss_fake(
     spec: list[float], logp: Tensor, entropy: Tensor | None, w: Tensor, scale: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     like = torch.empty_like
-    return (like(scale), like(logp), like(logp), _rows(logp, logp.dtype, spec[18] != 0), logp.new_empty(NSUMS))
+    return (
+        like(scale),
+        like(logp),
+        like(logp),
+        _rows(logp, logp.dtype, spec[ENTROPY_COEF] != 0),
+        logp.new_empty(NSUMS),
+    )
 
 
 token_loss = _define(
@@ -220,7 +227,7 @@ def _logits_loss_kernel(
 def _logits_loss_fake(
     spec: list[float], logits: Tensor, targets: Tensor, w: Tensor, scale: Tensor, *args: Any
 ) -> tuple[Any, ...]:
-    want_entropy, form_grad = args[-3] or spec[18] != 0, args[-2]
+    want_entropy, form_grad = args[-3] or spec[ENTROPY_COEF] != 0, args[-2]
     row = lambda present=True: _rows(logits, scale.dtype, present)  # noqa: E731
     return (
         torch.empty_like(scale),
@@ -230,7 +237,7 @@ def _logits_loss_fake(
         row(),
         row(),
         row(),
-        row(spec[18] != 0),
+        row(spec[ENTROPY_COEF] != 0),
         scale.new_empty(NSUMS),
         torch.empty(logits.shape if form_grad else 0, dtype=logits.dtype, device=logits.device),
     )

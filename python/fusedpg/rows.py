@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference, validate
-from .batch import Batch, flat, flat_mask
+from .batch import Batch, flat
 from .metrics import SUM_NAMES
 from .ops import compute_dtype
 from .spec import Level, LossSpec
@@ -17,21 +17,19 @@ from .spec import Level, LossSpec
 def check_rows(
     logits: Tensor,
     targets: Tensor,
-    mask: Tensor | None,
     temperature: float | Tensor,
     softcap: float | None,
     logit_scale: float,
-) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """The flat mask and the logit map (row_temperature, temperature, softcap or 0, logit_scale)."""
+) -> tuple[Any, ...]:
+    """Check the rows; the logit map (row_temperature, temperature, softcap or 0, logit_scale)."""
     validate.check_targets(targets)
     validate.check_logits(logits, targets)
     validate.check_temperature(temperature, targets)
     scale = validate.check_positive("logit_scale", logit_scale)
     cap = 0.0 if softcap is None else validate.check_positive("softcap", softcap)
-    rows_mask = flat_mask(mask, targets, "targets")
     if isinstance(temperature, Tensor):
-        return rows_mask, (flat(temperature, compute_dtype(logits.dtype)), 1.0, cap, scale)
-    return rows_mask, (None, float(temperature), cap, scale)
+        return (flat(temperature, compute_dtype(logits.dtype)), 1.0, cap, scale)
+    return (None, float(temperature), cap, scale)
 
 
 def check_ids(targets: Tensor, active: Tensor | None, logits: Tensor) -> None:

@@ -76,6 +76,8 @@ REDUCTION_ALIASES = {"seq-mean-token-sum-fixed": "seq-mean-token-sum-norm"}
 
 #: length of `LossSpec.encode()`; the tail is reserved for later axes
 NPARAMS = 24
+#: positions in `LossSpec.encode()` that decide what a call allocates
+LEVEL, ENTROPY_COEF = 1, 18
 
 
 @dataclass(frozen=True)
