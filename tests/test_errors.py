@@ -496,3 +496,15 @@ def test_inplace_writes_the_logits_only(native_backend, name):
     assert (whole.detach()[outside] == 7.0).all()
     assert (grad[outside] == 0).all()
     assert all(torch.equal(constants[k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_normalizer_tensor_is_checked_like_a_number(value):
+    with pytest.raises(ValueError, match=r"normalizer: expected a number >= 0 \(0 for an empty step\); got"):
+        fusedpg.policy_loss(
+            fusedpg.loss_spec("reinforce"),
+            torch.zeros(2),
+            advantages=1.0,
+            normalizer=torch.tensor(value),
+            backend="cpu",
+        )
