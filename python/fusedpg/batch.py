@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import validate
 from .ops import compute_dtype
-from .spec import Anchor, Level, LossSpec
+from .spec import STREAMS, Anchor, Level, LossSpec
 from .weights import Layout, Weights, inverse_denominator, token_weights
 
 
@@ -23,17 +23,24 @@ class Batch:
     layout: Layout
     weights: Weights
     scale: Tensor
-    advantages: Tensor
-    logp_old: Tensor | None
-    logp_ref: Tensor | None
-    logp_rollout: Tensor | None
-    is_weights: Tensor | None
+    #: the constants of stage B in the order of `fusedpg.spec.STREAMS`
+    streams: list[Tensor | None]
     cu_seqlens: Tensor | None
 
+    def stream(self, name: str) -> Tensor | None:
+        """One of the constants."""
+        return self.streams[STREAMS.index(name)]
+
     @property
-    def streams(self) -> tuple[Tensor | None, ...]:
-        """The constants in the order of the backend functions."""
-        return (self.advantages, self.logp_old, self.logp_ref, self.logp_rollout, self.is_weights, self.cu_seqlens)
+    def active(self) -> Tensor:
+        """Rows whose log-prob is needed, bool (N,): tokens of the policy term and of the observation term."""
+        observed = self.stream("obs_weights")
+        rows = self.weights.w != 0
+        return rows if observed is None else rows | (observed != 0)
+
+    def with_selected(self, selected: Tensor) -> Batch:
+        """The same batch with the tokens that a batch-global loss has picked."""
+        return replace(self, streams=[*self.streams[:-1], selected])
 
 
 def flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,9 +98,10 @@ def make_batch(
             f"cu_seqlens: the loss {spec.name!r} (level {spec.level.name.lower()}, reduction {spec.reduction!r}) works "
             "on sequences and expects their boundaries for packed input; got None; pass cumulative lengths (S+1,)"
         )
-    if obs_mask is not None:
+    if is_weights is not None and spec.has_correction:
         raise ValueError(
-            f"obs_mask: the loss {spec.name!r} has no observation term and never reads it; got a tensor; drop it"
+            f"is_weights: the loss {spec.name!r} forms its weights from logp_rollout (is_correction, is_reject); got a "
+            "tensor as well; pass one of the two"
         )
 
     def stream(name: str, tensor: Tensor | None, needed: bool) -> Tensor | None:
@@ -101,7 +109,8 @@ def make_batch(
             return None
         if tensor is None:
             raise ValueError(
-                f"{name}: the loss {spec.name!r} reads it (see its kl and anchor); got None; pass the log-probs"
+                f"{name}: the loss {spec.name!r} reads it (see its kl, anchor and is_correction); got None; pass the "
+                "log-probs"
             )
         validate.check_per_token(name, tensor, base_name, base, tuple(base.shape))
         return flat(tensor, dtype)
@@ -116,13 +125,40 @@ def make_batch(
         layout=layout,
         weights=weights,
         scale=inverse_denominator(weights.weight, normalizer),
-        advantages=_advantages(spec, base, base_name, layout, advantages, sequence_advantages, dtype),
-        logp_old=stream("logp_old", logp_old, spec.anchor == Anchor.OLD and logp_old is not None),
-        logp_ref=stream("logp_ref", logp_ref, spec.needs_logp_ref),
-        logp_rollout=stream("logp_rollout", logp_rollout, spec.needs_logp_rollout),
-        is_weights=stream("is_weights", is_weights, is_weights is not None),
-        cu_seqlens=layout.boundaries(base.device) if spec.level != Level.TOKEN else None,
+        streams=[
+            _advantages(spec, base, base_name, layout, advantages, sequence_advantages, dtype),
+            stream("logp_old", logp_old, spec.anchor == Anchor.OLD and logp_old is not None),
+            stream("logp_ref", logp_ref, spec.needs_logp_ref),
+            stream("logp_rollout", logp_rollout, spec.needs_logp_rollout),
+            stream("is_weights", is_weights, is_weights is not None),
+            _obs_weights(spec, base, base_name, layout, obs_mask, dtype),
+            None,
+        ],
+        cu_seqlens=layout.boundaries(base.device) if spec.needs_segments else None,
     )
+
+
+def _obs_weights(
+    spec: LossSpec, base: Tensor, base_name: str, layout: Layout, obs_mask: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Weights of the observation term: the loss's own reduction over the tokens of `obs_mask`."""
+    if spec.obs_coef == 0.0:
+        if obs_mask is not None:
+            raise ValueError(
+                f"obs_mask: the loss {spec.name!r} has no observation term and never reads it; got a tensor; drop it "
+                "or pass obs_coef to loss_spec"
+            )
+        return None
+    if obs_mask is None:
+        raise ValueError(
+            f"obs_mask: the loss {spec.name!r} has obs_coef={spec.obs_coef} and reads it; got None; pass the mask of "
+            "the observation tokens"
+        )
+    validate.check_per_token("obs_mask", obs_mask, base_name, base, tuple(base.shape))
+    validate.check_mask_values("obs_mask", obs_mask)
+    rows = obs_mask.detach().reshape(-1).contiguous()
+    weights = token_weights(rows, layout, spec.reduction, spec.max_tokens, dtype=dtype, device=base.device)
+    return weights.w.to(dtype).contiguous()
 
 
 def _advantages(
@@ -160,7 +196,7 @@ def _advantages(
 
 
 def _say_on_policy(spec: LossSpec, logp_old: Tensor | None) -> None:
-    reads_ratio = spec.surrogate.name != "REINFORCE"
+    reads_ratio = spec.surrogate.name != "REINFORCE" or spec.penalty_coef != 0.0
     if logp_old is None and spec.anchor == Anchor.OLD and reads_ratio and not torch.compiler.is_compiling():
         warnings.warn(
             f"logp_old: got None, so the loss {spec.name!r} runs on-policy: every ratio is exactly 1 and its gradient "

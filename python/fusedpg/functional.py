@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import dispatch, ops, rows, validate
-from .batch import flat_mask, make_batch
+from .batch import Batch, flat_mask, make_batch
 from .inplace import InplaceLoss
 from .outputs import LogprobOutput, LossOutput, check_metrics, make_output
-from .spec import Level, LossSpec
+from .selection import selection_codes
+from .spec import LossSpec
 
 
 def token_logprobs(
@@ -101,9 +102,12 @@ def policy_loss_from_logits(
         sequence_advantages: (S,), instead of `advantages`; what a sequence-level loss takes.
         mask: targets' shape, bool, or weights in [0, 1]: selects where nonzero, weighs by its value. None is all ones.
         logp_ref: reference log-probs, read when the spec has a KL term on `ref`.
-        logp_rollout: log-probs of the sampling engine, read when the spec's anchor or KL target is `rollout`.
-        obs_mask: refused by every loss without an observation term.
-        is_weights: targets' shape; a constant factor on the policy term (0 drops the token from it).
+        logp_rollout: log-probs of the sampling engine, read when the spec's anchor or KL target is `rollout`, or
+            when it has a rollout correction.
+        obs_mask: targets' shape, bool or weights in [0, 1]; the tokens of the observation term (`obs_coef`). Refused by
+            a loss without one.
+        is_weights: targets' shape; a constant factor on the policy term (0 drops the token from it). A loss with
+            `is_correction` or `is_reject` forms it from `logp_old` and `logp_rollout` instead.
         cu_seqlens: (S+1,) int32 or int64, the boundaries of packed sequences.
         normalizer: one number that divides the numerator instead of the local weight.
         temperature, softcap, logit_scale: as in `token_logprobs`.
@@ -140,26 +144,27 @@ def policy_loss_from_logits(
         normalizer=normalizer,
     )
     check_metrics(metrics)
-    active = batch.weights.w != 0
+    active = batch.active
     rows.check_ids(targets, active, logits)
     if inplace:
         validate.check_inplace(logits)
     name = dispatch.resolve(backend, logits.device, logits.dtype)
     ids = targets.reshape(-1).to(torch.int64).contiguous()
     want_entropy = return_entropy or spec.entropy_coef != 0.0
-    if name == "reference":
-        if inplace:
-            raise ValueError(
-                "inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option"
-            )
-        logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, want_entropy)
-        loss, per_token, sums = rows.reference_loss(spec, logp, entropy, batch)
+    if inplace:
+        _check_inplace_loss(spec, name)
+    if name == "reference" or spec.batch_global:
+        if name == "reference":
+            logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, want_entropy)
+        else:
+            logp, entropy, _, _ = ops.logprob(rows.rows3d(logits), ids, active, *logit_map, want_entropy, name)
+        loss, per_token, sums = _loss_of_logp(spec, logp, entropy if want_entropy else None, batch, name)
     else:
         # fp16 gradients keep their range only when the upstream factor (a loss scale) is known before the rounding;
         # a traced graph plans its own memory
-        early = spec.level == Level.TOKEN and logits.dtype != torch.float16 and not torch.compiler.is_compiling()
+        early = not spec.needs_segments and logits.dtype != torch.float16 and not torch.compiler.is_compiling()
         form_grad = early and logits.requires_grad and torch.is_grad_enabled()
-        args = (ids, batch.weights.w, batch.scale, *batch.streams, *logit_map, want_entropy)
+        args = (ids, batch.weights.w, batch.scale, batch.streams, batch.cu_seqlens, *logit_map, want_entropy)
         if inplace:
             out = InplaceLoss.apply(rows.rows3d(logits), form_grad, spec.encode(), *args, name)
             loss, logp, entropy, per_token, sums = out
@@ -240,9 +245,31 @@ def policy_loss(
     dtype = batch.scale.dtype
     flat_logp = logp.to(dtype).reshape(-1).contiguous()
     flat_entropy = None if entropy is None else entropy.to(dtype).reshape(-1).contiguous()
-    if name == "reference":
-        loss, per_token, sums = rows.reference_loss(spec, flat_logp, flat_entropy, batch)
-    else:
-        out = ops.token_loss(spec.encode(), flat_logp, flat_entropy, batch.weights.w, batch.scale, *batch.streams, name)
-        loss, per_token, _, _, sums = out
+    loss, per_token, sums = _loss_of_logp(spec, flat_logp, flat_entropy, batch, name)
     return make_output(spec, batch, name, loss, flat_logp, flat_entropy, per_token, sums, metrics, entropy is not None)
+
+
+def _loss_of_logp(
+    spec: LossSpec, logp: Tensor, entropy: Tensor | None, batch: Batch, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage B of flat rows: (loss, per_token, sums)."""
+    if spec.batch_global:
+        picked = ops.select(logp.detach(), batch.weights.w, batch.streams, selection_codes(spec))
+        batch = batch.with_selected(picked)
+    if backend == "reference":
+        return rows.reference_loss(spec, logp, entropy, batch)
+    args = (batch.weights.w, batch.scale, batch.streams, batch.cu_seqlens, backend)
+    loss, per_token, _, _, sums = ops.token_loss(spec.encode(), logp, entropy, *args)
+    return loss, per_token, sums
+
+
+def _check_inplace_loss(spec: LossSpec, backend: str) -> None:
+    if backend == "reference":
+        raise ValueError(
+            "inplace: expected a native backend ('cpu' or 'triton'); got backend='reference'; drop the option"
+        )
+    if spec.batch_global:
+        raise ValueError(
+            f"inplace: the loss {spec.name!r} selects tokens over the whole batch and forms its gradient in backward; "
+            "got inplace=True; drop the option"
+        )

@@ -32,7 +32,7 @@ class InplaceLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(logp, entropy, per_token, sums)
         ctx.values, ctx.formed, ctx.backend = logits if not form_grad else values, form_grad, backend
         ctx.version = logits._version
-        ctx.stats = (targets, row_max, log_sum, c, e, entropy, scale, rest[6:10])
+        ctx.stats = (targets, row_max, log_sum, c, e, entropy, scale, rest[2:6])
         return sums[0] * scale, logp, entropy, per_token, sums
 
     @staticmethod

@@ -24,6 +24,7 @@ SUM_NAMES = (
     "is_masked",
     "keep",
     "active",
+    "is_tokens",
     "ratio_min",
     "ratio_max",
     "is_weight_max",
@@ -32,7 +33,7 @@ NSUMS = len(SUM_NAMES)
 NEXTREMA = 3
 _INDEX = {name: i for i, name in enumerate(SUM_NAMES)}
 #: counts that the caller knows; they follow the sums in `Metrics.totals`
-_COUNTS = ("kl_tokens", "entropy_tokens", "is_tokens", "weight", "sequences")
+_COUNTS = ("kl_tokens", "entropy_tokens", "weight", "sequences")
 _TOTAL = {name: i for i, name in enumerate((*SUM_NAMES[:-NEXTREMA], *_COUNTS))}
 
 #: metric -> (name in totals, name of the count that divides it)
@@ -89,11 +90,9 @@ class Metrics(Mapping[str, Tensor]):
         self.extrema = extrema
 
     @classmethod
-    def from_sums(
-        cls, sums: Tensor, weight: Tensor, sequences: Tensor, *, has_kl: bool, has_entropy: bool, has_is: bool
-    ) -> Metrics:
+    def from_sums(cls, sums: Tensor, weight: Tensor, sequences: Tensor, *, has_kl: bool, has_entropy: bool) -> Metrics:
         """Metrics of one call from the vector of a backend."""
-        flags = sums.new_tensor([has_kl, has_entropy, has_is])
+        flags = sums.new_tensor([has_kl, has_entropy])
         counts = torch.cat([sums[_INDEX["tokens"]] * flags, weight.to(sums)[None], sequences.to(sums)[None]])
         return cls(torch.cat([sums[:-NEXTREMA], counts]), sums[-NEXTREMA:])
 

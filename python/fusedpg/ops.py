@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, selection
 from .metrics import NSUMS
 from .spec import ENTROPY_COEF
 
 _LIBRARY = torch.library.Library("fusedpg", "FRAGMENT")
 _MAP = "Tensor? row_temperature, float temperature, float softcap, float logit_scale"
-_STREAMS = (
-    "Tensor advantages, Tensor? logp_old, Tensor? logp_ref, Tensor? logp_rollout, "
-    "Tensor? is_weights, Tensor? cu_seqlens"
-)
+#: `fusedpg.spec.STREAMS`, and the boundaries of the sequences where stage B sums over them
+_STREAMS = "Tensor?[] streams, Tensor? cu_seqlens"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -188,9 +186,9 @@ def _save_token_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 def _backward_token_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     c, e = ctx.saved_tensors
     if g_loss is None:
-        return (None,) * 12
+        return (None,) * 8
     d_entropy = _scaled(e, g_loss) if ctx.needs_input_grad[2] and e.numel() == c.numel() else None
-    return (None, _scaled(c, g_loss), d_entropy, *(None,) * 9)
+    return (None, _scaled(c, g_loss), d_entropy, *(None,) * 5)
 
 
 def _scaled(c: Tensor, factor: Tensor) -> Tensor:
@@ -254,17 +252,17 @@ logits_loss = _define(
 
 
 def _save_logits_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, scale, row_temperature = inputs[1], inputs[2], inputs[4], inputs[11]
+    logits, targets, scale, row_temperature = inputs[1], inputs[2], inputs[4], inputs[7]
     _, logp, entropy, row_max, log_sum, per_token, c, e, sums, grad = output
     ctx.mark_non_differentiable(logp, entropy, row_max, log_sum, per_token, c, e, sums, grad)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, targets, scale, row_temperature, row_max, log_sum, entropy, c, e)
-    ctx.plain = (*inputs[12:15], inputs[17])
-    ctx.grad = grad if inputs[16] else None
+    ctx.plain = (*inputs[8:11], inputs[13])
+    ctx.grad = grad if inputs[12] else None
 
 
 def _backward_logits_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    none = (None,) * 16
+    none = (None,) * 12
     if g_loss is None:
         return (None, None, *none)
     logits, targets, scale, row_temperature, row_max, log_sum, entropy, c, e = ctx.saved_tensors
@@ -284,6 +282,16 @@ def scaled_pair(c: Tensor, e: Tensor, entropy: Tensor, factor: Tensor) -> tuple[
 
 
 _differentiate(logits_loss, _save_logits_loss, _backward_logits_loss)
+
+
+# ------------------------------------------------------------------ selections over the whole batch
+
+select = _define(
+    "select_tokens",
+    "(Tensor logp, Tensor w, Tensor?[] streams, float[] codes) -> Tensor",
+    selection.select_kernel,
+    lambda logp, *_: torch.empty_like(logp),
+)
 
 
 def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:

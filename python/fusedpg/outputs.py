@@ -56,7 +56,6 @@ def make_output(
             batch.weights.sequences,
             has_kl=spec.has_kl,
             has_entropy=entropy is not None,
-            has_is=batch.is_weights is not None,
         )
     return LossOutput(
         loss=loss,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .spec import KL, Anchor, KLRatio, KLTarget, Level, LossSpec, Surrogate
+from . import reference_terms as terms
+from .spec import Anchor, KLRatio, KLTarget, Level, LossSpec, Selection, Surrogate
 
 #: rows whose vocabulary-sized temporaries exist at one time
 ROW_CHUNK = 256
@@ -89,198 +90,202 @@ class Tokens:
     logp_ref: Tensor | None = None
     logp_rollout: Tensor | None = None
     is_weights: Tensor | None = None
+    obs_weights: Tensor | None = None
+    selected: Tensor | None = None
     segment: Tensor | None = None
     num_segments: int = 0
 
+    def pick(self, values: Tensor) -> Tensor:
+        """The values of policy tokens, 0 elsewhere."""
+        return torch.where(self.w != 0, values, 0.0)
 
-def clamp_log_ratio(d: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """`d.clamp(lo, hi)`, NaN kept; the gradient is 0 outside the bounds and passes at them."""
-    low, high = bounds
-    return torch.where(d < low, low, torch.where(d > high, high, d))
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """The sum over each sequence, spread back to its tokens."""
+        assert self.segment is not None
+        return values.new_zeros(self.num_segments).index_add(0, self.segment, values)[self.segment]
 
-
-def reinforce(logp: Tensor, adv: Tensor) -> Tensor:
-    """-A*logp."""
-    return -adv * logp
-
-
-def importance_ratio(d: Tensor, adv: Tensor) -> Tensor:
-    """-A*r with r = exp(d)."""
-    return -adv * d.exp()
-
-
-def clipped_ratio(d: Tensor, adv: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """max(-A*min(r, delta), -A*clip(r)), bounded by -A*dual_clip where A < 0; and where that bound binds.
-
-    The branch is chosen on detached values, so a ratio that overflows in a branch not taken leaves no NaN behind.
-    """
-    r = d.detach().exp()
-    unclipped = -adv * torch.where(r > spec.delta, spec.delta, r)
-    clipped = -adv * clamp_log_ratio(r, (spec.clip_low, spec.clip_high))
-    taken = ~(unclipped < clipped)  # ties, NaN included, stay on the branch that carries the gradient
-    cap = torch.where(adv < 0, -adv * spec.dual_clip, torch.inf)
-    dual = torch.where(taken, unclipped, clipped) > cap
-    live = taken & ~(r > spec.delta) & ~dual
-    value = torch.where(dual, cap, torch.where(taken, unclipped, clipped))
-    ratio = torch.where(live, d, 0.0).exp()
-    return torch.where(live, -adv * ratio, value), dual
+    def sequence_mean(self, values: Tensor, among: Tensor | None = None) -> Tensor:
+        """sum(w*values)/sum(w) over each sequence (over `among` of its tokens); 0 where that weight is 0."""
+        w = self.w if among is None else torch.where(among, self.w, 0.0)
+        total = self.sequence_sum(w * torch.where(w != 0, values, 0.0))
+        weight = self.sequence_sum(w)
+        return total / torch.where(weight > 0, weight, 1.0)
 
 
-def cispo(logp: Tensor, d: Tensor, adv: Tensor, spec: LossSpec) -> Tensor:
-    """-sg[clip(r)]*A*logp."""
-    return -clamp_log_ratio(d.detach().exp(), (spec.clip_low, spec.clip_high)) * adv * logp
+@dataclass(frozen=True)
+class Parts:
+    """Intermediate values of stage B that the metrics read."""
+
+    adv: Tensor
+    t: Tensor
+    d: Tensor
+    dual: Tensor
+    drop: Tensor
+    weight: Tensor | None
+    missing: Tensor
 
 
-def surrogate(logp: Tensor, d: Tensor, adv: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """The policy term per token, and where the dual clip binds. A = 0 gives exactly 0, also when r overflows."""
-    zero = adv == 0
-    broken = (logp != logp) | (d != d)  # an unmasked NaN stays visible
-    d_live, logp_live = torch.where(zero, 0.0, d), torch.where(zero, 0.0, logp)
-    dual = torch.zeros_like(zero)
-    if spec.surrogate == Surrogate.REINFORCE:
-        x = reinforce(logp_live, adv)
-    elif spec.surrogate == Surrogate.IMPORTANCE_RATIO:
-        x = importance_ratio(d_live, adv)
-    elif spec.surrogate == Surrogate.CLIPPED_RATIO:
-        x, dual = clipped_ratio(d_live, adv, spec)
-    elif spec.surrogate == Surrogate.CISPO:
-        x = cispo(logp_live, d_live, adv, spec)
-    else:
-        raise ValueError(f"surrogate: the reference has no term for {spec.surrogate!r}")
-    return torch.where(zero, torch.where(broken, torch.nan, 0.0).to(x.dtype), x), dual & ~zero
+def anchor_logp(logp: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor:
+    """The denominator of the ratio: the policy itself, detached, where the anchor is `self` or was not given."""
+    stream = tokens.logp_rollout if spec.anchor == Anchor.ROLLOUT else tokens.logp_old
+    if spec.anchor == Anchor.SELF or stream is None:
+        return logp.detach()
+    return tokens.pick(stream)
 
 
-def kl_k1(d: Tensor) -> Tensor:
-    """Log pi/pi_ref: unbiased, signed."""
-    return d
-
-
-def kl_k2(d: Tensor) -> Tensor:
-    """d^2/2: its gradient is that of the reverse KL."""
-    return d * d / 2
-
-
-def kl_k3(d: Tensor) -> Tensor:
-    """exp(-d) + d - 1: unbiased, never negative."""
-    return (-d).exp() + d - 1
-
-
-def kl_abs(d: Tensor) -> Tensor:
-    """|d|."""
-    return d.abs()
-
-
-_ESTIMATORS = {KL.K1: kl_k1, KL.K2: kl_k2, KL.K3: kl_k3, KL.ABS: kl_abs}
-
-
-def kl_term(logp: Tensor, anchor: Tensor, spec: LossSpec) -> Tensor:
-    """The KL estimate per token with its clamps; `+` keeps the value and has the gradient of k2."""
-    d = logp - anchor
-    value = clamp_log_ratio(_ESTIMATORS[spec.kl](clamp_log_ratio(d, spec.kl_log_ratio_clamp)), spec.kl_clamp)
-    if spec.kl_straight_through:
-        infinite = d.isinf()  # else a step of exactly 0 whose gradient is d: the value keeps its bits
-        step = torch.where(infinite, 0.0, d - d.detach()) * torch.where(infinite, 0.0, d.detach())
-        value = value.detach() + step
-    return value
-
-
-def log_ratio(logp: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor:
-    """The log-ratio of the spec's anchor and level, per token, before its clamp."""
-    anchor = tokens.logp_rollout if spec.anchor == Anchor.ROLLOUT else tokens.logp_old
-    if spec.anchor == Anchor.SELF or anchor is None:
-        anchor = logp.detach()
-    d = logp - torch.where(tokens.w != 0, anchor, 0.0)
+def log_ratio(t: Tensor, logp: Tensor, adv: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor:
+    """The log-ratio at the spec's level from the tokens' own `t`, before its clamp."""
     if spec.level == Level.TOKEN:
-        return d
-    assert tokens.segment is not None
-    mean = segment_mean(d, tokens.w, tokens.segment, tokens.num_segments)
-    if spec.level == Level.SEQUENCE_TOKEN:
-        return mean.detach() + torch.where(logp.isinf(), 0.0, logp - logp.detach())
-    return mean
+        return t
+    if spec.level == Level.SEQUENCE:
+        return tokens.sequence_mean(terms.clip_tokens(t, adv, spec.token_clip))
+    return tokens.sequence_mean(t).detach() + terms.step(logp)
 
 
-def segment_mean(values: Tensor, w: Tensor, segment: Tensor, num_segments: int) -> Tensor:
-    """sum(w*values)/sum(w) over each sequence, spread back to its tokens; 0 for a sequence without weight."""
-    total = values.new_zeros(num_segments).index_add(0, segment, w * values)
-    weight = values.new_zeros(num_segments).index_add(0, segment, w)
-    return (total / torch.where(weight > 0, weight, 1.0))[segment]
+def rollout_weights(logp: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor | None, Tensor]:
+    """The constant factor on the policy term, given or formed from `logp_rollout`; and where it was missing."""
+    selected = tokens.w != 0
+    missing = torch.zeros_like(selected)
+    if tokens.is_weights is not None:
+        weight = tokens.pick(tokens.is_weights)
+        if spec.is_missing_one:
+            missing = weight.isnan()
+            weight = torch.where(missing, 1.0, weight)
+        return weight, missing
+    if not spec.has_correction:
+        return None, missing
+    assert tokens.logp_rollout is not None
+    rollout = tokens.pick(tokens.logp_rollout)
+    if spec.is_missing_one:
+        missing = rollout.isnan()
+    use_old = spec.anchor == Anchor.OLD and tokens.logp_old is not None
+    numerator = tokens.pick(tokens.logp_old) if use_old else logp.detach()  # type: ignore[arg-type]
+    log_rho = numerator - rollout
+    product = mean = log_rho
+    if tokens.segment is not None:
+        known = selected & ~missing
+        product = tokens.sequence_sum(torch.where(known, log_rho, 0.0))
+        mean = tokens.sequence_mean(log_rho, known)
+    return terms.correction_weight(log_rho, product, mean, missing, spec), missing
+
+
+def product_ratio(t: Tensor, weight: Tensor | None, tokens: Tokens, spec: LossSpec) -> Tensor:
+    """Log of the product of a sequence's ratios and correction weights, clamped; detached."""
+    log_ratios = terms.clamp(t.detach(), spec.token_clip)
+    if weight is not None:
+        log_ratios = log_ratios + terms.clamp(weight.log(), terms.LOG_WEIGHT_BOUNDS)
+    return terms.clamp(tokens.sequence_sum(tokens.pick(log_ratios)), spec.log_w_clamp)
+
+
+def policy_term(logp: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor, Parts]:
+    """The policy's loss per token: surrogate, keep mask, penalties, correction weight."""
+    adv = tokens.pick(tokens.advantages)
+    anchor = anchor_logp(logp, tokens, spec)
+    t = logp - anchor
+    d = terms.clamp(log_ratio(t, logp, adv, tokens, spec), spec.log_ratio_clamp)
+    weight, missing = rollout_weights(logp, tokens, spec)
+    drop = terms.dropped(logp, anchor, d, adv, tokens.selected, spec)
+    factor = None if spec.surrogate == Surrogate.VESPO else weight  # there the weight is part of the product
+    off = drop if factor is None else drop | (factor == 0)
+    # a token without a gradient enters detached: its ratio may overflow, and inf*0 would be its gradient
+    attach = lambda v, off: torch.where(off, v.detach(), v)  # noqa: E731
+    log_w = product_ratio(t, weight, tokens, spec) if spec.surrogate == Surrogate.VESPO else None
+    x, dual = terms.surrogate(attach(logp, off), attach(d, off), adv, log_w, spec)
+    x = torch.where(drop, 0.0, x)
+    if spec.penalty_coef != 0.0:
+        x = x + spec.penalty_coef / 2 * t * t
+    if spec.selection == Selection.KL_COV:
+        assert tokens.selected is not None
+        x = x + torch.where(tokens.selected != 0, spec.select_coef * t.abs(), 0.0)
+    if factor is not None:
+        x = torch.where(factor == 0, 0.0, factor * torch.where(factor == 0, 0.0, x))
+    return x, Parts(adv, t, d, dual & ~drop, drop, weight, missing)
+
+
+def kl_terms(logp: Tensor, d: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """(what the KL terms add to the loss, the KL estimate)."""
+    target = tokens.logp_ref if spec.kl_target == KLTarget.REF else tokens.logp_rollout
+    added = kl = torch.zeros_like(logp)
+    if spec.has_kl:
+        assert target is not None
+        kl = terms.kl_term(logp, tokens.pick(target), spec)
+        r = d.exp() if spec.kl_ratio == KLRatio.LIVE else d.detach().exp()
+        added = spec.kl_coef * (kl if spec.kl_ratio == KLRatio.NONE else r * kl)
+    if spec.has_kl_forward:
+        assert target is not None
+        added = added + spec.kl_forward_coef * terms.kl_forward(logp, tokens.pick(target), spec)
+    return added, kl
 
 
 def token_loss(
     spec: LossSpec, logp: Tensor, entropy: Tensor | None, tokens: Tokens
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Stage B: (sum of w*x, x per token, the sums of `fusedpg.metrics.SUM_NAMES`); differentiable in logp, entropy."""
-    selected = tokens.w != 0
-    pick = lambda t: torch.where(selected, t, 0.0)  # noqa: E731
-    logp = pick(logp)
-    adv = pick(tokens.advantages)
-    d = clamp_log_ratio(log_ratio(logp, tokens, spec), spec.log_ratio_clamp)
-    om = None if tokens.is_weights is None else pick(tokens.is_weights)
-    if om is None:
-        x, dual = surrogate(logp, d, adv, spec)
-    else:
-        # a dropped token enters detached: its ratio may overflow, and inf*0 would be its gradient
-        attach = lambda t: torch.where(om == 0, t.detach(), t)  # noqa: E731
-        x, dual = surrogate(attach(logp), attach(d), adv, spec)
-        x = torch.where(om == 0, 0.0, om * torch.where(om == 0, 0.0, x))
-    kl = torch.zeros_like(logp)
-    if spec.has_kl:
-        anchor = tokens.logp_ref if spec.kl_target == KLTarget.REF else tokens.logp_rollout
-        assert anchor is not None
-        kl = kl_term(logp, pick(anchor), spec)
-        if spec.kl_ratio != KLRatio.NONE:
-            r = d.exp()
-            x = x + spec.kl_coef * (r if spec.kl_ratio == KLRatio.LIVE else r.detach()) * kl
-        else:
-            x = x + spec.kl_coef * kl
+    pick = tokens.pick
+    all_logp, logp = logp, pick(logp)
+    x, parts = policy_term(logp, tokens, spec)
+    added, kl = kl_terms(logp, parts.d, tokens, spec)
+    x = x + added
     h = None if entropy is None else pick(entropy)
     if spec.entropy_coef != 0.0:
         assert h is not None
         x = x - spec.entropy_coef * h
     x = pick(x)
     numerator = (tokens.w * x).sum()
+    if tokens.obs_weights is not None:
+        observed = torch.where(tokens.obs_weights != 0, -spec.obs_coef * all_logp, 0.0)
+        numerator = numerator + (tokens.obs_weights * observed).sum()
+        x = x + observed
     with torch.no_grad():
-        sums = _sums(spec, selected, numerator, adv, d, dual, kl, h, om)
+        sums = _sums(spec, tokens, numerator, parts, kl, h)
     return numerator, x, sums
 
 
+def _band(spec: LossSpec, tokens: Tokens, parts: Parts) -> tuple[Tensor, Tensor]:
+    """Where the ratio lies below and above the clip band, among the tokens that are kept."""
+    r, adv = parts.d.exp(), parts.adv
+    low, high = r < spec.clip_low, r > spec.clip_high
+    if spec.surrogate == Surrogate.TOPR:
+        low, high = low & (adv <= 0), high & (adv <= 0)
+    if spec.level == Level.SEQUENCE:
+        low, high = low | (parts.t < spec.token_clip[0]), high | (parts.t > spec.token_clip[1])
+    kept = (tokens.w != 0) & ~parts.drop
+    return low & kept, high & kept
+
+
 def _sums(
-    spec: LossSpec,
-    selected: Tensor,
-    numerator: Tensor,
-    adv: Tensor,
-    d: Tensor,
-    dual: Tensor,
-    kl: Tensor,
-    entropy: Tensor | None,
-    om: Tensor | None,
+    spec: LossSpec, tokens: Tokens, numerator: Tensor, parts: Parts, kl: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
     """Sums and extrema over the selected tokens; `active` is the caller's, who knows the gradient."""
+    selected, d, weight = tokens.w != 0, parts.d, parts.weight
     r = d.exp()
     zero = torch.zeros_like(numerator)
     total = lambda t: torch.where(selected, t, 0).sum(dtype=numerator.dtype)  # noqa: E731
-    low, high = r < spec.clip_low, r > spec.clip_high
+    low, high = _band(spec, tokens, parts)
+    corrected = selected & ~parts.missing
+    om = None if weight is None else torch.where(corrected, weight, 0.0)
     return {
         "numerator": numerator,
         "tokens": total(selected),
         "ratio": total(r),
-        "clip_low": total(low & (adv < 0)),
-        "clip_high": total(high & (adv > 0)),
-        "dual_clip": total(dual),
+        "clip_low": total(low & (parts.adv < 0)),
+        "clip_high": total(high & (parts.adv > 0)),
+        "dual_clip": total(parts.dual),
         "out_of_band": total(low | high),
         "approx_kl": total(-d),
         "approx_kl_k3": total(r - 1 - d),
         "kl": total(kl),
         "entropy": zero if entropy is None else total(entropy),
         "is_weight": zero if om is None else total(om),
-        "is_masked": zero if om is None else total(om == 0),
-        "keep": total(selected),
+        "is_masked": zero if om is None else total(corrected & (om == 0)),
+        "keep": total(~parts.drop),
         "active": zero,
+        "is_tokens": zero if om is None else total(corrected),
         "ratio_min": _extremum(torch.where(selected, r, torch.inf), torch.inf, torch.amin),
         "ratio_max": _extremum(torch.where(selected, r, -torch.inf), -torch.inf, torch.amax),
         "is_weight_max": zero - torch.inf
         if om is None
-        else _extremum(torch.where(selected, om, -torch.inf), -torch.inf, torch.amax),
+        else _extremum(torch.where(corrected, om, -torch.inf), -torch.inf, torch.amax),
     }
 
 

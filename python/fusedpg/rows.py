@@ -11,7 +11,7 @@ from . import reference, validate
 from .batch import Batch, flat
 from .metrics import SUM_NAMES
 from .ops import compute_dtype
-from .spec import Level, LossSpec
+from .spec import STREAMS, LossSpec
 
 
 def check_rows(
@@ -59,21 +59,13 @@ def reference_logprobs(
 def reference_loss(spec: LossSpec, logp: Tensor, entropy: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Stage B of the reference: (loss, per_token, the vector of sums that the native backends return)."""
     segment, count = None, 0
-    if spec.level != Level.TOKEN:
-        assert batch.cu_seqlens is not None
+    if batch.cu_seqlens is not None:
         count = batch.cu_seqlens.numel() - 1
         rows = torch.arange(batch.layout.tokens, device=logp.device)
         segment = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
-    tokens = reference.Tokens(
-        batch.weights.w.to(logp.dtype),
-        batch.advantages,
-        batch.logp_old,
-        batch.logp_ref,
-        batch.logp_rollout,
-        batch.is_weights,
-        segment,
-        count,
-    )
+    streams = dict(zip(STREAMS, batch.streams, strict=True))
+    w = batch.weights.w.to(logp.dtype)
+    tokens = reference.Tokens(w=w, segment=segment, num_segments=count, **streams)  # type: ignore[arg-type]
     numerator, per_token, sums = reference.token_loss(spec, logp, entropy, tokens)
     leaf = logp.detach().requires_grad_()
     with torch.enable_grad():

@@ -7,7 +7,8 @@ Standard library only. The codes and the order of `LossSpec.encode` are mirrored
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -21,6 +22,9 @@ class Surrogate(IntEnum):
     IMPORTANCE_RATIO = 1
     CLIPPED_RATIO = 2
     CISPO = 3
+    SAPO = 4
+    TOPR = 5
+    VESPO = 6
 
 
 class Level(IntEnum):
@@ -37,6 +41,40 @@ class Anchor(IntEnum):
     OLD = 0
     SELF = 1
     ROLLOUT = 2
+
+
+class Keep(IntEnum):
+    """What a token's keep mask measures: nothing, its ratio, p - p', or the binary KL D(p'||p) signed by p - p'."""
+
+    NONE = 0
+    RATIO = 1
+    TV = 2
+    KL = 3
+
+
+class Correction(IntEnum):
+    """What becomes of a rollout correction weight outside [is_low, is_high]: clipped to it, or 0."""
+
+    NONE = 0
+    TRUNCATE = 1
+    MASK = 2
+
+
+class CorrectionLevel(IntEnum):
+    """Whose rollout ratio it is: a token's, the product over a sequence, or its geometric mean."""
+
+    TOKEN = 0
+    SEQUENCE = 1
+    GEOMETRIC = 2
+
+
+class Reject(IntEnum):
+    """The level of a rollout rejection mask, which multiplies the correction weight by 0 or 1."""
+
+    NONE = 0
+    TOKEN = 1
+    SEQUENCE = 2
+    GEOMETRIC = 3
 
 
 class KL(IntEnum):
@@ -64,6 +102,30 @@ class KLRatio(IntEnum):
     LIVE = 2
 
 
+class KLGradient(IntEnum):
+    """The KL term's gradient: the estimator's own, that of k2 (`+`), or its own plus the score term value*dlogp."""
+
+    OWN = 0
+    STRAIGHT_THROUGH = 1
+    SCORE = 2
+
+
+class KLForward(IntEnum):
+    """Estimators of KL(ref||policy) from the policy's samples: score function, or the k3 form."""
+
+    NONE = 0
+    SCORE = 1
+    K3 = 2
+
+
+class Selection(IntEnum):
+    """Tokens picked by their covariance of logp and advantage over the batch: dropped, or penalised by |log-ratio|."""
+
+    NONE = 0
+    CLIP_COV = 1
+    KL_COV = 2
+
+
 #: reduction names, aliases resolved; `fusedpg.weights` holds the one definition of each
 REDUCTIONS = (
     "token-mean",
@@ -74,10 +136,13 @@ REDUCTIONS = (
 )
 REDUCTION_ALIASES = {"seq-mean-token-sum-fixed": "seq-mean-token-sum-norm"}
 
+#: per-token constants of stage B, in the order in which every backend takes them
+STREAMS = ("advantages", "logp_old", "logp_ref", "logp_rollout", "is_weights", "obs_weights", "selected")
+
 #: length of `LossSpec.encode()`; the tail is reserved for later axes
-NPARAMS = 24
-#: positions in `LossSpec.encode()` that decide what a call allocates
-LEVEL, ENTROPY_COEF = 1, 18
+NPARAMS = 48
+#: positions in `LossSpec.encode()` that decide what a call allocates or how it runs
+SURROGATE, LEVEL, ENTROPY_COEF, CORRECTION, CORRECTION_LEVEL, REJECT = 0, 1, 18, 23, 24, 27
 
 
 @dataclass(frozen=True)
@@ -97,19 +162,54 @@ class LossSpec:
     dual_clip: float = INF
     delta: float = INF
     log_ratio_clamp: tuple[float, float] = (-INF, INF)
+    #: bounds of a token's log-ratio before its sequence's mean (one-sided, by the advantage's sign) or product
+    token_clip: tuple[float, float] = (-INF, INF)
+    tau_pos: float = 1.0
+    tau_neg: float = 1.0
+    k_pos: float = 0.0
+    k_neg: float = 0.0
+    lambda_pos: float = 0.0
+    lambda_neg: float = 0.0
+    log_w_clamp: tuple[float, float] = (-INF, INF)
+    #: x += penalty_coef/2 * (logp - anchor)^2, inside the correction weight and outside the keep mask
+    penalty_coef: float = 0.0
+    keep: Keep = Keep.NONE
+    keep_low: float = -INF
+    keep_high: float = INF
+    keep_directional: bool = False
+    is_correction: Correction = Correction.NONE
+    is_level: CorrectionLevel = CorrectionLevel.TOKEN
+    is_low: float = -INF
+    is_high: float = INF
+    is_reject: Reject = Reject.NONE
+    is_reject_low: float = -INF
+    is_reject_high: float = INF
+    #: a NaN in logp_rollout (or is_weights) means weight 1 and stays out of the correction metrics
+    is_missing_one: bool = False
     kl: KL = KL.NONE
-    kl_straight_through: bool = False
+    kl_gradient: KLGradient = KLGradient.OWN
     kl_coef: float = 0.0
     kl_target: KLTarget = KLTarget.REF
     kl_ratio: KLRatio = KLRatio.NONE
     kl_clamp: tuple[float, float] = (-INF, INF)
     kl_log_ratio_clamp: tuple[float, float] = (-INF, INF)
+    kl_forward: KLForward = KLForward.NONE
+    kl_forward_coef: float = 0.0
     entropy_coef: float = 0.0
+    obs_coef: float = 0.0
+    selection: Selection = Selection.NONE
+    #: share of the tokens that a selection takes, and the open interval of covariances that clip_cov takes them from
+    select_ratio: float = 0.0
+    select_low: float = -INF
+    select_high: float = INF
+    select_coef: float = 0.0
     reduction: str = "token-mean"
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        from .spec_checks import check
+
+        check(self)
 
     @property
     def has_kl(self) -> bool:
@@ -117,19 +217,40 @@ class LossSpec:
         return self.kl != KL.NONE and self.kl_coef != 0.0
 
     @property
+    def has_kl_forward(self) -> bool:
+        """Whether the forward KL term is part of the loss."""
+        return self.kl_forward != KLForward.NONE and self.kl_forward_coef != 0.0
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether weights are formed from `logp_rollout`."""
+        return self.is_correction != Correction.NONE or self.is_reject != Reject.NONE
+
+    @property
     def needs_logp_ref(self) -> bool:
         """Whether `logp_ref` is read."""
-        return self.has_kl and self.kl_target == KLTarget.REF
+        return (self.has_kl or self.has_kl_forward) and self.kl_target == KLTarget.REF
 
     @property
     def needs_logp_rollout(self) -> bool:
         """Whether `logp_rollout` is read."""
-        return self.anchor == Anchor.ROLLOUT or (self.has_kl and self.kl_target == KLTarget.ROLLOUT)
+        as_target = (self.has_kl or self.has_kl_forward) and self.kl_target == KLTarget.ROLLOUT
+        return self.anchor == Anchor.ROLLOUT or as_target or self.has_correction
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether stage B forms sums over sequences: then it starts when every logp of a sequence is known."""
+        return segments_needed(self.encode())
 
     @property
     def needs_sequences(self) -> bool:
         """Whether the loss needs to know where sequences begin and end."""
-        return self.level != Level.TOKEN or self.reduction.startswith("seq-")
+        return self.needs_segments or self.reduction.startswith("seq-")
+
+    @property
+    def batch_global(self) -> bool:
+        """Whether a token's loss depends on the whole batch: such a loss is not a sum over micro-batches."""
+        return self.selection != Selection.NONE
 
     def replace(self, **changes: Any) -> LossSpec:
         """A copy with some fields changed, checked like any other spec."""
@@ -137,77 +258,58 @@ class LossSpec:
 
     def encode(self) -> list[float]:
         """The numbers a kernel reads, in the order of `csrc/spec.h`."""
-        kl = self.kl if self.has_kl else KL.NONE
-        numbers = [
-            float(self.surrogate.value),
-            float(self.level.value),
-            float(self.anchor.value),
+        sapo = self.surrogate == Surrogate.SAPO
+        numbers = (
+            self.surrogate.value,
+            self.level.value,
+            self.anchor.value,
             self.clip_low,
             self.clip_high,
             self.dual_clip,
             self.delta,
             *self.log_ratio_clamp,
-            float(kl.value),
+            self.kl.value if self.has_kl else 0,
             self.kl_coef,
-            float(self.kl_target.value),
-            float(self.kl_ratio.value),
-            float(self.kl_straight_through),
+            self.kl_target.value,
+            self.kl_ratio.value,
+            self.kl_gradient.value,
             *self.kl_clamp,
             *self.kl_log_ratio_clamp,
             self.entropy_coef,
-        ]
-        return numbers + [0.0] * (NPARAMS - len(numbers))
+            self.keep.value,
+            self.keep_directional,
+            self.keep_low,
+            self.keep_high,
+            self.is_correction.value,
+            self.is_level.value,
+            self.is_low,
+            self.is_high,
+            self.is_reject.value,
+            self.is_reject_low,
+            self.is_reject_high,
+            self.is_missing_one,
+            *self.token_clip,
+            self.penalty_coef,
+            self.selection.value,
+            self.select_coef,
+            self.obs_coef,
+            self.kl_forward.value if self.has_kl_forward else 0,
+            self.kl_forward_coef,
+            self.tau_pos if sapo else self.k_pos,
+            self.tau_neg if sapo else self.k_neg,
+            self.lambda_pos,
+            self.lambda_neg,
+            *self.log_w_clamp,
+        )
+        return [float(x) for x in numbers] + [0.0] * (NPARAMS - len(numbers))
 
 
-def _check(spec: LossSpec) -> None:
-    """Refuse contradictory or meaningless combinations of fields."""
-    _check_bounds(spec)
-    if spec.reduction not in REDUCTIONS:
-        valid = ", ".join((*REDUCTIONS, *REDUCTION_ALIASES))
-        raise ValueError(f"reduction: expected one of {valid}; got {spec.reduction!r}")
-    if spec.reduction == "seq-mean-token-sum-norm":
-        if isinstance(spec.max_tokens, bool) or not isinstance(spec.max_tokens, int) or spec.max_tokens <= 0:
-            raise ValueError(
-                "max_tokens: reduction 'seq-mean-token-sum-norm' divides by it and expects a positive int; "
-                f"got {spec.max_tokens!r}; pass the fixed response budget, e.g. max_tokens=4096"
-            )
-    elif spec.max_tokens is not None:
-        raise ValueError(
-            f"max_tokens: reduction {spec.reduction!r} never reads it; got {spec.max_tokens!r}; "
-            "remove it or use reduction='seq-mean-token-sum-norm'"
-        )
-    if spec.level != Level.TOKEN and spec.surrogate == Surrogate.REINFORCE:
-        raise ValueError(
-            f"level: surrogate {spec.surrogate.name.lower()!r} has no ratio, so it has no sequence level; "
-            "use level='token'"
-        )
-    if spec.kl_coef < 0 or not math.isfinite(spec.kl_coef):
-        raise ValueError(f"kl_coef: expected a finite number >= 0; got {spec.kl_coef}")
-    if spec.kl_coef != 0.0 and spec.kl == KL.NONE:
-        raise ValueError(f"kl_coef: {spec.kl_coef} needs an estimator; pass kl='k3' (or k1, k2, abs) as well")
-    if not math.isfinite(spec.entropy_coef):
-        raise ValueError(f"entropy_coef: expected a finite number; got {spec.entropy_coef}")
-
-
-def _check_bounds(spec: LossSpec) -> None:
-    for f in fields(spec):
-        value = getattr(spec, f.name)
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{f.name}: expected a number; got nan")
-        if isinstance(value, tuple):
-            lo, hi = value
-            if math.isnan(lo) or math.isnan(hi) or lo > hi:
-                raise ValueError(f"{f.name}: expected (low, high) with low <= high; got {value}")
-    if spec.clip_low > spec.clip_high:
-        raise ValueError(
-            f"clip_low: expected clip_low <= clip_high; got clip_low={spec.clip_low}, clip_high={spec.clip_high}"
-        )
-    if spec.dual_clip <= 1.0:
-        raise ValueError(
-            f"dual_clip: expected a number > 1 (it caps the loss of negative advantages at -A*dual_clip); "
-            f"got {spec.dual_clip}; use None to switch it off"
-        )
-    if spec.delta <= 1.0:
-        raise ValueError(
-            f"delta: expected a number > 1 (an upper clamp of the ratio); got {spec.delta}; use None to switch it off"
-        )
+def segments_needed(encoded: Sequence[float]) -> bool:
+    """`LossSpec.needs_segments` of an encoded spec."""
+    corrects = encoded[CORRECTION] != Correction.NONE and encoded[CORRECTION_LEVEL] != CorrectionLevel.TOKEN
+    return (
+        encoded[LEVEL] != Level.TOKEN
+        or encoded[SURROGATE] == Surrogate.VESPO
+        or corrects
+        or encoded[REJECT] > Reject.TOKEN
+    )

@@ -1,0 +1,52 @@
+"""Every trainer's own losses from its own option names: one function a trainer, each returning a `TrainerSpec`.
+
+`presets.verl("vanilla", clip_ratio_high=0.28)` is a `LossSpec` that any op takes; it also carries the trainer's
+normaliser rule and metric names. An option that is not supported is refused by name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from .base import TrainerSpec
+
+__all__ = ["TRAINERS", "TrainerSpec", "trainers_of"]
+
+#: trainer -> the losses its preset knows, filled as the modules are imported
+TRAINERS = (
+    "verl",
+    "trl",
+    "rllm",
+    "cosmos",
+    "cosmos_rl",
+    "nemo_rl",
+    "tinker",
+    "skyrl",
+    "slime",
+    "prime_rl",
+    "areal",
+    "openrlhf",
+)
+__all__ += [*TRAINERS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """A trainer's preset function; its module is imported when it is first asked for."""
+    if name not in TRAINERS:
+        raise AttributeError(f"fusedpg.presets has no trainer {name!r}; it has {', '.join(TRAINERS)}")
+    return getattr(import_module(f"{__name__}.for_{name}"), name)
+
+
+def losses_of(trainer: str) -> tuple[str, ...]:
+    """The names of the losses that a trainer's preset knows."""
+    return tuple(import_module(f"{__name__}.for_{trainer}").LOSSES)
+
+
+def trainers_of(entry: str) -> list[tuple[str, str]]:
+    """(trainer, its name of the loss) for everything that runs a catalogue entry."""
+    found = []
+    for trainer in TRAINERS:
+        module = import_module(f"{__name__}.for_{trainer}")
+        found += [(trainer, loss) for loss, name in module.ENTRY_OF.items() if name == entry]
+    return found
