@@ -28,25 +28,25 @@ TRAINERS = (
     "areal",
     "openrlhf",
 )
-__all__ += [*TRAINERS]  # noqa: PLE0604
+__all__ += [*TRAINERS]
 
 
 def __getattr__(name: str) -> Any:
     """A trainer's preset function; its module is imported when it is first asked for."""
     if name not in TRAINERS:
         raise AttributeError(f"fusedpg.presets has no trainer {name!r}; it has {', '.join(TRAINERS)}")
-    return getattr(import_module(f"{__name__}.for_{name}"), name)
+    return getattr(import_module(f"{__name__}._{name}"), name)
 
 
 def losses_of(trainer: str) -> tuple[str, ...]:
     """The names of the losses that a trainer's preset knows."""
-    return tuple(import_module(f"{__name__}.for_{trainer}").LOSSES)
+    return tuple(import_module(f"{__name__}._{trainer}").ENTRY_OF)
 
 
 def trainers_of(entry: str) -> list[tuple[str, str]]:
     """(trainer, its name of the loss) for everything that runs a catalogue entry."""
     found = []
     for trainer in TRAINERS:
-        module = import_module(f"{__name__}.for_{trainer}")
+        module = import_module(f"{__name__}._{trainer}")
         found += [(trainer, loss) for loss, name in module.ENTRY_OF.items() if name == entry]
     return found
