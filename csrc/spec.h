@@ -4,14 +4,21 @@
 
 namespace fusedpg {
 
-enum class Surrogate { reinforce = 0, ratio = 1, clip = 2, cispo = 3 };
+enum class Surrogate { reinforce = 0, ratio = 1, clip = 2, cispo = 3, sapo = 4, topr = 5, vespo = 6 };
 enum class Level { token = 0, sequence = 1, sequence_token = 2 };
 enum class Anchor { old = 0, self = 1, rollout = 2 };
+enum class Keep { none = 0, ratio = 1, tv = 2, kl = 3 };
+enum class Correction { none = 0, truncate = 1, mask = 2 };
+enum class CorrectionLevel { token = 0, sequence = 1, geometric = 2 };
+enum class Reject { none = 0, token = 1, sequence = 2, geometric = 3 };
 enum class Kl { none = 0, k1 = 1, k2 = 2, k3 = 3, abs = 4 };
 enum class KlTarget { ref = 0, rollout = 1 };
 enum class KlRatio { none = 0, detached = 1, live = 2 };
+enum class KlGradient { own = 0, straight_through = 1, score = 2 };
+enum class KlForward { none = 0, score = 1, k3 = 2 };
+enum class Selection { none = 0, clip_cov = 1, kl_cov = 2 };
 
-/// Positions in LossSpec.encode(); 19..23 are reserved.
+/// Positions in LossSpec.encode(); 45..47 are reserved. K_POS and K_NEG hold the two tau of the surrogate sapo.
 enum Param : int {
   P_SURROGATE = 0,
   P_LEVEL = 1,
@@ -26,13 +33,39 @@ enum Param : int {
   P_KL_COEF = 10,
   P_KL_TARGET = 11,
   P_KL_RATIO = 12,
-  P_KL_STRAIGHT_THROUGH = 13,
+  P_KL_GRADIENT = 13,
   P_KL_LO = 14,
   P_KL_HI = 15,
   P_KL_LOG_RATIO_LO = 16,
   P_KL_LOG_RATIO_HI = 17,
   P_ENTROPY_COEF = 18,
-  NPARAMS = 24
+  P_KEEP = 19,
+  P_KEEP_DIRECTIONAL = 20,
+  P_KEEP_LOW = 21,
+  P_KEEP_HIGH = 22,
+  P_CORRECTION = 23,
+  P_CORRECTION_LEVEL = 24,
+  P_IS_LOW = 25,
+  P_IS_HIGH = 26,
+  P_REJECT = 27,
+  P_REJECT_LOW = 28,
+  P_REJECT_HIGH = 29,
+  P_MISSING_ONE = 30,
+  P_TOKEN_CLIP_LO = 31,
+  P_TOKEN_CLIP_HI = 32,
+  P_PENALTY_COEF = 33,
+  P_SELECTION = 34,
+  P_SELECT_COEF = 35,
+  P_OBS_COEF = 36,
+  P_KL_FORWARD = 37,
+  P_KL_FORWARD_COEF = 38,
+  P_K_POS = 39,
+  P_K_NEG = 40,
+  P_LAMBDA_POS = 41,
+  P_LAMBDA_NEG = 42,
+  P_LOG_W_LO = 43,
+  P_LOG_W_HI = 44,
+  NPARAMS = 48
 };
 
 /// Positions in the metric vector that token_loss returns.
@@ -52,10 +85,11 @@ enum Sum : int {
   S_IS_ZERO = 12,
   S_KEEP = 13,
   S_ACTIVE = 14,
-  S_RATIO_MIN = 15,
-  S_RATIO_MAX = 16,
-  S_IS_WEIGHT_MAX = 17,
-  NSUMS = 18
+  S_IS_TOKENS = 15,
+  S_RATIO_MIN = 16,
+  S_RATIO_MAX = 17,
+  S_IS_WEIGHT_MAX = 18,
+  NSUMS = 19
 };
 
 /// A LossSpec decoded to the compute type F.
@@ -69,8 +103,26 @@ struct Spec {
   F kl_coef;
   KlTarget kl_target;
   KlRatio kl_ratio;
-  bool kl_straight_through;
+  KlGradient kl_gradient;
   F kl_lo, kl_hi, kl_log_ratio_lo, kl_log_ratio_hi, entropy_coef;
+  Keep keep;
+  bool keep_directional;
+  F keep_low, keep_high;
+  Correction correction;
+  CorrectionLevel correction_level;
+  F is_low, is_high;
+  Reject reject;
+  F reject_low, reject_high;
+  bool missing_one;
+  F token_clip_lo, token_clip_hi, penalty_coef;
+  Selection selection;
+  F select_coef, obs_coef;
+  KlForward kl_forward;
+  F kl_forward_coef;
+  F k_pos, k_neg, lambda_pos, lambda_neg, log_w_lo, log_w_hi;
+
+  bool has_correction() const { return correction != Correction::none || reject != Reject::none; }
+  bool has_kl_target() const { return kl != Kl::none || kl_forward != KlForward::none; }
 };
 
 }  // namespace fusedpg

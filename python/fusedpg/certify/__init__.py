@@ -1,7 +1,7 @@
 """Certification: every preset against its trainer's real code, or against a transcription of its formula.
 
-`all_rows(backend)` yields the rows that `python -m fusedpg parity` prints and `make test` asserts. Trainers are imported
-when their rows are made; one that is not installed gives rows that say so.
+`all_rows(backend)` yields the rows that `python -m fusedpg parity` prints and `make test` asserts. Trainers are
+imported when their rows are made; one that is not installed gives rows that say so.
 """
 
 from __future__ import annotations

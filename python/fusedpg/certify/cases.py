@@ -29,13 +29,13 @@ class PolicyBatch:
         floats = {
             name: v.to(dtype) for name, v in vars(self).items() if isinstance(v, Tensor) and v.dtype != torch.bool
         }
-        return replace(self, **floats)
+        return replace(self, **floats)  # type: ignore[arg-type]
 
     def cleaned(self) -> PolicyBatch:
         """The same batch with finite values at masked places: what trainers that multiply by the mask need."""
         pick = lambda t: torch.where(self.mask, t, -1.0)  # noqa: E731
         names = ("logp", "logp_old", "logp_ref", "logp_rollout")
-        return replace(self, **{name: pick(getattr(self, name)) for name in names})
+        return replace(self, **{name: pick(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
 def make_policy_batch(kind: str, seed: int = 0, rows: int = 4, length: int = 9, clip: float = 0.2) -> PolicyBatch:
