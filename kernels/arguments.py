@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedpg.spec import ENTROPY_COEF, LEVEL, Level
+from fusedpg.spec import ENTROPY_COEF, segments_needed
 
 from . import launch
 
@@ -25,6 +25,7 @@ class Rows:
         logits: Tensor,
         targets: Tensor,
         w: Tensor | None,
+        obs_weights: Tensor | None,
         row_temperature: Tensor | None,
         temperature: float,
         softcap: float,
@@ -40,6 +41,7 @@ class Rows:
         self.device = logits.device
         self.logits, self.targets, self.row_temperature = logits, targets, row_temperature
         self.w = None if w is None else w.to(torch.float32)
+        self.obs_weights = obs_weights
         self.chunks = max(1, triton.cdiv(self.V, launch.VOCABULARY.chunk))
         self.split = launch.split_rows(self.N, self.chunks, self.device)
         self.softcap = float(softcap)
@@ -59,20 +61,40 @@ class Rows:
         temperature = dummy if self.row_temperature is None else self.row_temperature
         return {"x_ptr": self.base, "row_temperature_ptr": temperature, **self.place, **self.map}
 
-    def weights(self) -> Tensor:
-        """The rows' weights, or a stand-in that is not read."""
-        return self.targets.view(torch.float32) if self.w is None else self.w
+    def weights(self) -> dict[str, Tensor]:
+        """What decides which rows are read; a stand-in that is not read for a missing one."""
+        dummy = self.targets.view(torch.float32)
+        return {
+            "w_ptr": dummy if self.w is None else self.w,
+            "obs_weights_ptr": dummy if self.obs_weights is None else self.obs_weights,
+        }
 
     @property
     def given(self) -> int:
         """Which of the optional tensors there are."""
-        w = 0 if self.w is None else launch.HAS_W
-        return w | (0 if self.row_temperature is None else launch.HAS_ROW_TEMPERATURE)
+        flags = {
+            launch.HAS_W: self.w,
+            launch.HAS_OBS_WEIGHTS: self.obs_weights,
+            launch.HAS_ROW_TEMPERATURE: self.row_temperature,
+        }
+        return sum(flag for flag, tensor in flags.items() if tensor is not None)
 
     def flags(self, entropy: bool) -> dict[str, Any]:
         """The compile-time choices of a vocabulary kernel."""
         constants = {"ENTROPY": entropy, "SOFTCAP": self.softcap > 0.0}
         return {**constants, **launch.options(launch.VOCABULARY, self.device, constants)}
+
+
+#: per-token constants of stage B in the order of `fusedpg.spec.STREAMS`: argument and flag
+_STREAMS = (
+    ("adv_ptr", 0),
+    ("logp_old_ptr", launch.HAS_LOGP_OLD),
+    ("logp_ref_ptr", launch.HAS_LOGP_REF),
+    ("logp_rollout_ptr", launch.HAS_LOGP_ROLLOUT),
+    ("is_weights_ptr", launch.HAS_IS_WEIGHTS),
+    ("obs_weights_ptr", launch.HAS_OBS_WEIGHTS),
+    ("selected_ptr", launch.HAS_SELECTED),
+)
 
 
 class Tokens:
@@ -82,44 +104,34 @@ class Tokens:
         self,
         spec: list[float],
         w: Tensor,
-        advantages: Tensor,
-        logp_old: Tensor | None,
-        logp_ref: Tensor | None,
-        logp_rollout: Tensor | None,
-        is_weights: Tensor | None,
+        streams: list[Tensor | None],
         cu: Tensor | None,
         device: torch.device,
     ) -> None:
         w = w.to(torch.float32)
         self.w, self.cu, self.N = w, cu, w.numel()
-        self.sequence_level = spec[LEVEL] != Level.TOKEN and self.N > 0
+        self.has_segments = segments_needed(spec) and self.N > 0
         self.has_entropy_term = spec[ENTROPY_COEF] != 0.0
-        if self.sequence_level and cu is None:
-            raise ValueError("cu: a sequence-level loss needs the sequence bounds, got None")
-        self.given = 0
-        optional = {
-            "logp_old_ptr": (logp_old, launch.HAS_LOGP_OLD),
-            "logp_ref_ptr": (logp_ref, launch.HAS_LOGP_REF),
-            "logp_rollout_ptr": (logp_rollout, launch.HAS_LOGP_ROLLOUT),
-            "is_weights_ptr": (is_weights, launch.HAS_IS_WEIGHTS),
-        }
-        self.tensors: dict[str, Any] = {"spec_ptr": spec_tensor(tuple(spec), device), "adv_ptr": advantages}
-        for name, (tensor, flag) in optional.items():
+        if self.has_segments and cu is None:
+            raise ValueError("cu: the loss sums over sequences and needs their bounds, got None")
+        self.given = launch.HAS_SEGMENTS if self.has_segments else 0
+        self.tensors: dict[str, Any] = {"spec_ptr": spec_tensor(tuple(spec), device)}
+        for (name, flag), tensor in zip(_STREAMS, streams, strict=True):
             self.given |= 0 if tensor is None else flag
             self.tensors[name] = w if tensor is None else tensor
-        # sequence means; zeros, so that a token of no sequence is defined
-        shape = (self.N if self.sequence_level else 0,)
-        self.z, self.adjoint = w.new_zeros(shape), w.new_zeros(shape)
+        # neutral, so that a token of no sequence is defined
+        shape = (self.N if self.has_segments else 0,)
+        self.z, self.adjoint, self.factor = w.new_zeros(shape), w.new_zeros(shape), w.new_ones(shape)
 
     def arguments(self) -> dict[str, Any]:
         """What every kernel of stage B takes."""
         return {**self.tensors, "w_ptr": self.w}
 
-    def means(self) -> dict[str, Any]:
-        """Where the sequence means live."""
-        if not self.sequence_level:
-            return {"z_ptr": self.w, "adjoint_ptr": self.w}
-        return {"z_ptr": self.z, "adjoint_ptr": self.adjoint}
+    def shared(self) -> dict[str, Any]:
+        """Where the values that a sequence's tokens share live."""
+        if not self.has_segments:
+            return {"z_ptr": self.w, "adjoint_ptr": self.w, "factor_ptr": self.w}
+        return {"z_ptr": self.z, "adjoint_ptr": self.adjoint, "factor_ptr": self.factor}
 
 
 @dataclass

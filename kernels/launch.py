@@ -18,15 +18,19 @@ HAS_LOGP_REF = 16
 HAS_LOGP_ROLLOUT = 32
 HAS_IS_WEIGHTS = 64
 HAS_ENTROPY = 128
+HAS_OBS_WEIGHTS = 256
+HAS_SELECTED = 512
+HAS_SEGMENTS = 1024
 
 #: Arguments that are never specialised: every integer (N, V, strides may be anything) and every per-token tensor (a
 #: view at an odd address must not recompile). The logits and their gradient are: their alignment decides load widths.
 RUNTIME = [
     *("T", "V", "N", "S", "stride_b", "stride_t", "out_stride_b", "out_stride_t", "shift", "out_shift"),
     *("given", "chunks", "blocks", "target_ptr", "w_ptr", "scale_ptr", "row_temperature_ptr", "spec_ptr", "adv_ptr"),
-    *("logp_old_ptr", "logp_ref_ptr", "logp_rollout_ptr", "is_weights_ptr", "cu_ptr", "logp_ptr", "entropy_ptr"),
-    *("row_max_ptr", "log_sum_ptr", "c_ptr", "e_ptr", "z_ptr", "adjoint_ptr", "counter_ptr", "per_token_ptr"),
-    *("part_max_ptr", "part_sum_ptr", "part_entropy_ptr", "partial_ptr", "sums_ptr"),
+    *("logp_old_ptr", "logp_ref_ptr", "logp_rollout_ptr", "is_weights_ptr", "obs_weights_ptr", "selected_ptr"),
+    *("cu_ptr", "logp_ptr", "entropy_ptr", "row_max_ptr", "log_sum_ptr", "c_ptr", "e_ptr", "z_ptr", "adjoint_ptr"),
+    *("factor_ptr", "counter_ptr", "per_token_ptr", "part_max_ptr", "part_sum_ptr", "part_entropy_ptr"),
+    *("partial_ptr", "sums_ptr"),
 ]
 
 

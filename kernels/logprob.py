@@ -11,7 +11,7 @@ Forward reads the logits once. Few rows are split: `logprob_split_kernel` leaves
 import triton
 import triton.language as tl
 
-from .launch import HAS_ENTROPY, HAS_SCALE, RUNTIME
+from .launch import HAS_ENTROPY, HAS_OBS_WEIGHTS, HAS_SCALE, HAS_W, RUNTIME
 from .vocabulary import (
     aligned,
     body_state,
@@ -23,12 +23,27 @@ from .vocabulary import (
     parts,
     row_offset,
     row_scales,
-    row_weight,
     write_gradient,
 )
 
-HAS_SCALE = tl.constexpr(HAS_SCALE)
 HAS_ENTROPY = tl.constexpr(HAS_ENTROPY)
+HAS_OBS_WEIGHTS = tl.constexpr(HAS_OBS_WEIGHTS)
+HAS_SCALE = tl.constexpr(HAS_SCALE)
+HAS_W = tl.constexpr(HAS_W)
+
+
+@triton.jit
+def row_weights(w_ptr, obs_weights_ptr, row, given):
+    """(weight of the policy term, 1 where none are given; of the observation term, 0 where none are given)."""
+    w = tl.load(w_ptr + row, mask=(given & HAS_W) != 0, other=1.0)
+    return w, tl.load(obs_weights_ptr + row, mask=(given & HAS_OBS_WEIGHTS) != 0, other=0.0)
+
+
+@triton.jit
+def row_wanted(w_ptr, obs_weights_ptr, row, given):
+    """Whether a term needs the row's logp; if none does, nothing of the row is touched."""
+    w, observed = row_weights(w_ptr, obs_weights_ptr, row, given)
+    return (w != 0.0) | (observed != 0.0)
 
 
 @triton.jit
@@ -61,19 +76,19 @@ def row_statistics(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def logprob_forward_kernel(
-    x_ptr, target_ptr, w_ptr, row_temperature_ptr, logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr,
+    x_ptr, target_ptr, w_ptr, obs_weights_ptr, row_temperature_ptr, logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr,
     T: tl.int32, V: tl.int32, stride_b: tl.int64, stride_t: tl.int64, shift: tl.int32,
     temperature: tl.float32, softcap: tl.float32, logit_scale: tl.float32, given: tl.int32,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Stage A, one program a row: logits read once; rows of weight 0 read nothing and give 0."""
+    """Stage A, one program a row: logits read once; rows that no term wants read nothing and give 0."""
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.program_id(0).to(tl.int64)
     logp = tl.zeros((), tl.float32)
     entropy = tl.zeros((), tl.float32)
     row_max = tl.zeros((), tl.float32)
     log_sum = tl.zeros((), tl.float32)
-    if row_weight(w_ptr, row, given) != 0.0:
+    if row_wanted(w_ptr, obs_weights_ptr, row, given):
         k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         target = tl.load(target_ptr + row)
@@ -86,7 +101,7 @@ def logprob_forward_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def logprob_split_kernel(
-    x_ptr, w_ptr, row_temperature_ptr, part_max_ptr, part_sum_ptr, part_entropy_ptr,
+    x_ptr, w_ptr, obs_weights_ptr, row_temperature_ptr, part_max_ptr, part_sum_ptr, part_entropy_ptr,
     T: tl.int32, V: tl.int32, chunks: tl.int32, stride_b: tl.int64, stride_t: tl.int64, shift: tl.int32,
     temperature: tl.float32, softcap: tl.float32, logit_scale: tl.float32, given: tl.int32,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -95,7 +110,7 @@ def logprob_split_kernel(
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     part = tl.program_id(0).to(tl.int64)
     row = part // chunks
-    if row_weight(w_ptr, row, given) != 0.0:
+    if row_wanted(w_ptr, obs_weights_ptr, row, given):
         _k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         _head, body = parts(offset, V, VEC)
@@ -111,7 +126,7 @@ def logprob_split_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def logprob_combine_kernel(
-    x_ptr, target_ptr, w_ptr, row_temperature_ptr, part_max_ptr, part_sum_ptr, part_entropy_ptr,
+    x_ptr, target_ptr, w_ptr, obs_weights_ptr, row_temperature_ptr, part_max_ptr, part_sum_ptr, part_entropy_ptr,
     logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr,
     T: tl.int32, V: tl.int32, chunks: tl.int32, stride_b: tl.int64, stride_t: tl.int64, shift: tl.int32,
     temperature: tl.float32, softcap: tl.float32, logit_scale: tl.float32, given: tl.int32,
@@ -124,7 +139,7 @@ def logprob_combine_kernel(
     entropy = tl.zeros((), tl.float32)
     row_max = tl.zeros((), tl.float32)
     log_sum = tl.zeros((), tl.float32)
-    if row_weight(w_ptr, row, given) != 0.0:
+    if row_wanted(w_ptr, obs_weights_ptr, row, given):
         k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         head, body = parts(offset, V, VEC)

@@ -1,19 +1,21 @@
 """Loss from logits in as few launches as its mathematics allows.
 
-Token level: `one_pass_kernel` reads a row, has its logp, its loss's c and e, and writes its gradient while the row's
-last columns are still in cache (stages A, B, C). Sequence level: `sequence_forward_kernel` is stage A plus the
-sequence's means, computed by the last of its rows to arrive; stage C follows in a launch of its own.
+Where a token's loss is its row's own, `one_pass_kernel` reads the row, has its logp, its loss's c and e, and writes its
+gradient while the row's last columns are still in cache (stages A, B, C). Else `sequence_forward_kernel` is stage A and
+what a sequence's tokens share, computed by the last of its rows to arrive; stage C follows in a launch of its own.
 """
 
 import triton
 import triton.language as tl
 
+from . import codes
+from .correction import correction_weight
 from .launch import HAS_SCALE, RUNTIME
-from .logprob import row_statistics, store_row
+from .logprob import row_statistics, row_wanted, row_weights, store_row
 from .segments import sequence_bounds, sequence_means
-from .terms import ENTROPY_COEF, load_spec, token_terms
-from .token_loss import log_ratio, token_constants
-from .vocabulary import parts, row_offset, row_scales, row_weight, write_gradient
+from .streams import coefficient, log_ratio, token_constants
+from .terms import param, token_terms, zeros_as
+from .vocabulary import parts, row_offset, row_scales, write_gradient
 
 HAS_SCALE = tl.constexpr(HAS_SCALE)
 
@@ -21,22 +23,23 @@ HAS_SCALE = tl.constexpr(HAS_SCALE)
 @triton.jit(do_not_specialize=RUNTIME)
 def one_pass_kernel(
     x_ptr, out_ptr, target_ptr, w_ptr, scale_ptr, spec_ptr, adv_ptr, logp_old_ptr, logp_ref_ptr, logp_rollout_ptr,
-    is_weights_ptr, row_temperature_ptr, logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr,
+    is_weights_ptr, obs_weights_ptr, selected_ptr, row_temperature_ptr,
+    logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr,
     T: tl.int32, V: tl.int32, stride_b: tl.int64, stride_t: tl.int64, shift: tl.int32,
     out_stride_b: tl.int64, out_stride_t: tl.int64, out_shift: tl.int32,
     temperature: tl.float32, softcap: tl.float32, logit_scale: tl.float32, given: tl.int32,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Stages A, B and C of one row, token level; `out` may be the logits themselves."""
+    """Stages A, B and C of one row whose loss is its own; `out` may be the logits themselves."""
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.program_id(0).to(tl.int64)
-    w = row_weight(w_ptr, row, given)
-    active = w != 0.0
+    w, observed = row_weights(w_ptr, obs_weights_ptr, row, given)
+    active = (w != 0.0) | (observed != 0.0)
     offset = row_offset(row, T, stride_b, stride_t, shift)
     _head, body = parts(offset, V, VEC)
     target = tl.load(target_ptr + row, mask=active, other=0)
     k, k2, inner, slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
-    # a row without weight has no columns to read: its statistics are then replaced by zeros
+    # a row that no term wants has no columns to read: its statistics are then replaced by zeros
     logp, entropy, row_max, log_sum, x_edge = row_statistics(
         x_ptr + offset, x_ptr, offset, target, tl.where(active, V, 0), k, k2, softcap, inner,
         BLOCK, CHUNK, VEC, ENTROPY, SOFTCAP, "evict_last",
@@ -47,14 +50,19 @@ def one_pass_kernel(
     log_sum = tl.where(active, log_sum, 0.0)
     store_row(logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr, row, logp, entropy, row_max, log_sum, given)
 
-    spec = load_spec(spec_ptr)
-    adv, logp_kl, is_weight = token_constants(
-        row, active, logp, adv_ptr, logp_ref_ptr, logp_rollout_ptr, is_weights_ptr, spec, given
+    on = w != 0.0
+    streams = (
+        adv_ptr, logp_old_ptr, logp_ref_ptr, logp_rollout_ptr, is_weights_ptr, obs_weights_ptr, selected_ptr
+    )  # fmt: skip
+    anchor, t = log_ratio(row, on, logp, streams, spec_ptr, given)
+    adv, logp_kl, picked = token_constants(row, on, logp, streams, spec_ptr, given)
+    none = zeros_as(logp)
+    weight, _counted = correction_weight(row, on, logp, anchor, none + 1.0, streams, spec_ptr, given)
+    _x, dr, dl, _d, _r, _kl, _dual, _drop = token_terms(
+        logp, anchor, t, none, adv, logp_kl, weight, picked, entropy, spec_ptr
     )
-    d_raw = log_ratio(row, active, logp, logp_old_ptr, logp_rollout_ptr, spec, given)
-    _x, dr, dl, _d, _r, _kl, _dual = token_terms(logp, d_raw, adv, logp_kl, is_weight, entropy, spec)
-    c = tl.where(active, w * (dl + dr), 0.0)
-    e = tl.where(active, -spec[ENTROPY_COEF] * w, 0.0)
+    c = coefficient(on, w, dl, dr, observed, spec_ptr)
+    e = tl.where(on, -param(spec_ptr, codes.ENTROPY_COEF) * w, 0.0)
     live = (c != 0.0) | (e != 0.0)
     scale = tl.load(scale_ptr, mask=(given & HAS_SCALE) != 0, other=1.0)
     # every thread has read what it needs of the row before any of them overwrites it in place
@@ -82,19 +90,20 @@ def sequence_of(cu_ptr, row, S):
 @triton.jit(do_not_specialize=RUNTIME)
 def sequence_forward_kernel(
     x_ptr, target_ptr, w_ptr, spec_ptr, adv_ptr, logp_old_ptr, logp_ref_ptr, logp_rollout_ptr, is_weights_ptr,
-    row_temperature_ptr, logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr, cu_ptr, counter_ptr, z_ptr, adjoint_ptr,
+    obs_weights_ptr, selected_ptr, row_temperature_ptr, logp_ptr, entropy_ptr, row_max_ptr, log_sum_ptr,
+    cu_ptr, counter_ptr, z_ptr, adjoint_ptr, factor_ptr,
     N: tl.int32, S: tl.int32, T: tl.int32, V: tl.int32, stride_b: tl.int64, stride_t: tl.int64, shift: tl.int32,
     temperature: tl.float32, softcap: tl.float32, logit_scale: tl.float32, given: tl.int32,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Stage A of one row; the row that completes its sequence computes the sequence's z and D."""
+    """Stage A of one row; the row that completes its sequence computes what its tokens share."""
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     row = tl.program_id(0).to(tl.int64)
     logp = tl.zeros((), tl.float32)
     entropy = tl.zeros((), tl.float32)
     row_max = tl.zeros((), tl.float32)
     log_sum = tl.zeros((), tl.float32)
-    if row_weight(w_ptr, row, given) != 0.0:
+    if row_wanted(w_ptr, obs_weights_ptr, row, given):
         k, k2, inner, _slope = row_scales(row_temperature_ptr, row, temperature, softcap, logit_scale, given, SOFTCAP)
         offset = row_offset(row, T, stride_b, stride_t, shift)
         target = tl.load(target_ptr + row)
@@ -111,7 +120,7 @@ def sequence_forward_kernel(
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + s, 1, sem="acq_rel")
         if arrived == hi - lo - 1:
-            sequence_means(
-                lo, hi, load_spec(spec_ptr), logp_ptr, w_ptr, adv_ptr, logp_old_ptr, logp_ref_ptr, logp_rollout_ptr,
-                is_weights_ptr, z_ptr, adjoint_ptr, given, TOKENS,
+            streams = (
+                adv_ptr, logp_old_ptr, logp_ref_ptr, logp_rollout_ptr, is_weights_ptr, obs_weights_ptr, selected_ptr
             )  # fmt: skip
+            sequence_means(lo, hi, spec_ptr, logp_ptr, w_ptr, streams, z_ptr, adjoint_ptr, factor_ptr, given, TOKENS)

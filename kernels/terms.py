@@ -1,78 +1,24 @@
-"""Stage B, one token at a time: value and derivative of every term, with no pointer in sight.
+"""Stage B, one token at a time: value and derivative of every term.
 
-Each function takes scalars or blocks and mirrors the function of the same name in `fusedpg.reference` and
-`csrc/terms.h`. `spec` is the tuple of `load_spec`: a scalar per entry of `LossSpec.encode`, read at run time, so one
-compilation serves every loss. Derivatives are pairs: `dr` through the log-ratio, `dl` straight to logp.
+Each function takes scalars or blocks and mirrors the function of the same name in `fusedpg.reference_terms` and
+`csrc/terms.h`. `spec` points to `LossSpec.encode`: entries are read at run time, where they are used, so one
+compilation serves every loss and none of them occupies a register across a vocabulary loop. Derivatives are pairs:
+`dr` through the log-ratio, `dl` straight to logp. Masks that outlive a branch are 0.0 or 1.0.
 """
 
 import triton
 import triton.language as tl
 
-from fusedpg import spec as _spec
+from . import codes
 
-# positions in LossSpec.encode()
-SURROGATE = tl.constexpr(0)
-LEVEL = tl.constexpr(1)
-ANCHOR = tl.constexpr(2)
-CLIP_LOW = tl.constexpr(3)
-CLIP_HIGH = tl.constexpr(4)
-DUAL_CLIP = tl.constexpr(5)
-DELTA = tl.constexpr(6)
-LOG_RATIO_LO = tl.constexpr(7)
-LOG_RATIO_HI = tl.constexpr(8)
-KL = tl.constexpr(9)
-KL_COEF = tl.constexpr(10)
-KL_TARGET = tl.constexpr(11)
-KL_RATIO = tl.constexpr(12)
-KL_STRAIGHT_THROUGH = tl.constexpr(13)
-KL_LO = tl.constexpr(14)
-KL_HI = tl.constexpr(15)
-KL_LOG_RATIO_LO = tl.constexpr(16)
-KL_LOG_RATIO_HI = tl.constexpr(17)
-ENTROPY_COEF = tl.constexpr(18)
-
-REINFORCE = tl.constexpr(int(_spec.Surrogate.REINFORCE))
-IMPORTANCE_RATIO = tl.constexpr(int(_spec.Surrogate.IMPORTANCE_RATIO))
-CLIPPED_RATIO = tl.constexpr(int(_spec.Surrogate.CLIPPED_RATIO))
-LEVEL_TOKEN = tl.constexpr(int(_spec.Level.TOKEN))
-LEVEL_SEQUENCE = tl.constexpr(int(_spec.Level.SEQUENCE))
-ANCHOR_SELF = tl.constexpr(int(_spec.Anchor.SELF))
-ANCHOR_ROLLOUT = tl.constexpr(int(_spec.Anchor.ROLLOUT))
-KL_NONE = tl.constexpr(int(_spec.KL.NONE))
-KL_K1 = tl.constexpr(int(_spec.KL.K1))
-KL_K2 = tl.constexpr(int(_spec.KL.K2))
-KL_K3 = tl.constexpr(int(_spec.KL.K3))
-TARGET_ROLLOUT = tl.constexpr(int(_spec.KLTarget.ROLLOUT))
-RATIO_NONE = tl.constexpr(int(_spec.KLRatio.NONE))
-RATIO_LIVE = tl.constexpr(int(_spec.KLRatio.LIVE))
-
-LOG2E = tl.constexpr(1.4426950408889634)
+#: binary probabilities stay this far from 0 and 1 in the KL keep mask
+PROBABILITY_FLOOR = tl.constexpr(1e-6)
 
 
 @triton.jit
-def load_spec(spec_ptr):
-    """The tuple that every function below calls `spec`."""
-    return (
-        tl.load(spec_ptr + 0),
-        tl.load(spec_ptr + 1),
-        tl.load(spec_ptr + 2),
-        tl.load(spec_ptr + 3),
-        tl.load(spec_ptr + 4),
-        tl.load(spec_ptr + 5),
-        tl.load(spec_ptr + 6),
-        tl.load(spec_ptr + 7),
-        tl.load(spec_ptr + 8),
-        tl.load(spec_ptr + 9),
-        tl.load(spec_ptr + 10),
-        tl.load(spec_ptr + 11),
-        tl.load(spec_ptr + 12),
-        tl.load(spec_ptr + 13),
-        tl.load(spec_ptr + 14),
-        tl.load(spec_ptr + 15),
-        tl.load(spec_ptr + 16),
-        tl.load(spec_ptr + 17),
-        tl.load(spec_ptr + 18),
-    )
+def param(spec, index: tl.constexpr):
+    """An entry of the encoded spec."""
+    return tl.load(spec + index)
 
 
 @triton.jit
@@ -96,8 +42,8 @@ def unless_clamped(g, d, lo, hi):
 @triton.jit
 def clamp_log_ratio(d, spec):
     """(d clamped, r = exp(d clamped), r' = dr/dd)."""
-    lo = spec[LOG_RATIO_LO]
-    hi = spec[LOG_RATIO_HI]
+    lo = param(spec, codes.LOG_RATIO_LO)
+    hi = param(spec, codes.LOG_RATIO_HI)
     clamped = clamp(d, lo, hi)
     r = tl.exp(clamped)
     return clamped, r, unless_clamped(r, d, lo, hi)
@@ -121,14 +67,14 @@ def clipped_ratio(r, dr_dd, adv, spec):
 
     -> (x, dr, dl, 1.0 where the dual clip binds).
     """
-    delta = spec[DELTA]
+    delta = param(spec, codes.DELTA)
     over = r > delta
     unclipped = -adv * tl.where(over, delta, r)
-    clipped = -adv * clamp(r, spec[CLIP_LOW], spec[CLIP_HIGH])
+    clipped = -adv * clamp(r, param(spec, codes.CLIP_LOW), param(spec, codes.CLIP_HIGH))
     replaced = unclipped < clipped
     x = tl.where(replaced, clipped, unclipped)
     dr = tl.where(replaced | over, 0.0, -adv * dr_dd)
-    cap = tl.where(adv < 0.0, -adv * spec[DUAL_CLIP], float("inf"))
+    cap = tl.where(adv < 0.0, -adv * param(spec, codes.DUAL_CLIP), float("inf"))
     dual = x > cap
     return tl.where(dual, cap, x), tl.where(dual, 0.0, dr), zeros_as(r), tl.where(dual, 1.0, 0.0)
 
@@ -136,26 +82,117 @@ def clipped_ratio(r, dr_dd, adv, spec):
 @triton.jit
 def cispo(logp, r, adv, spec):
     """-sg[clip(r)]*A*logp."""
-    q = clamp(r, spec[CLIP_LOW], spec[CLIP_HIGH])
+    q = clamp(r, param(spec, codes.CLIP_LOW), param(spec, codes.CLIP_HIGH))
     return -q * adv * logp, zeros_as(logp), -q * adv
 
 
 @triton.jit
-def surrogate(logp, d, r, dr_dd, adv, spec):
+def sapo(r, dr_dd, adv, spec):
+    """-A*(4/tau)*s, s = sigmoid(tau*(r - 1)), tau by the sign of A."""
+    tau = tl.where(adv > 0.0, param(spec, codes.SHAPE_POS), param(spec, codes.SHAPE_NEG))
+    # u = (1 - s)/s: no difference of nearly equal numbers
+    u = tl.exp(-tau * (r - 1.0))
+    s = tl.div_rn(1.0, 1.0 + u)
+    # the gate is flat where u underflows, and 0 times an infinite ratio is no gradient
+    slope = tl.where(u == 0.0, 0.0, s * (s * u) * dr_dd)
+    return -adv * tl.div_rn(4.0, tau) * s, -adv * 4.0 * slope, zeros_as(r)
+
+
+@triton.jit
+def topr(logp, r, adv, spec):
+    """-A*logp where A > 0, -sg[clip(r)]*A*logp elsewhere."""
+    q = tl.where(adv > 0.0, 1.0, clamp(r, param(spec, codes.CLIP_LOW), param(spec, codes.CLIP_HIGH)))
+    return -q * adv * logp, zeros_as(logp), -q * adv
+
+
+@triton.jit
+def vespo(logp, log_w, adv, spec):
+    """-sg[phi]*A*logp, log phi = lambda + k*log W - lambda*W, (k, lambda) by the sign of A."""
+    k = tl.where(adv >= 0.0, param(spec, codes.SHAPE_POS), param(spec, codes.SHAPE_NEG))
+    rate = tl.where(adv >= 0.0, param(spec, codes.LAMBDA_POS), param(spec, codes.LAMBDA_NEG))
+    phi = tl.exp(rate + k * log_w - rate * tl.exp(log_w))
+    return -phi * adv * logp, zeros_as(logp), -phi * adv
+
+
+@triton.jit
+def surrogate(logp, d, r, dr_dd, adv, log_w, spec):
     """The policy term -> (x, dr, dl, dual). A = 0 gives exactly 0 even when r overflows; a NaN stays visible."""
     dual = zeros_as(logp)
-    code = spec[SURROGATE]
-    if code == REINFORCE:
+    code = param(spec, codes.SURROGATE)
+    if code == codes.REINFORCE:
         x, dr, dl = reinforce(logp, adv)
-    elif code == IMPORTANCE_RATIO:
+    elif code == codes.IMPORTANCE_RATIO:
         x, dr, dl = importance_ratio(r, dr_dd, adv)
-    elif code == CLIPPED_RATIO:
+    elif code == codes.CLIPPED_RATIO:
         x, dr, dl, dual = clipped_ratio(r, dr_dd, adv, spec)
+    elif code == codes.SAPO:
+        x, dr, dl = sapo(r, dr_dd, adv, spec)
+    elif code == codes.TOPR:
+        x, dr, dl = topr(logp, r, adv, spec)
+    elif code == codes.VESPO:
+        x, dr, dl = vespo(logp, log_w, adv, spec)
     else:
         x, dr, dl = cispo(logp, r, adv, spec)
     zero = adv == 0.0
     x = tl.where(zero, tl.where((logp == logp) & (d == d), 0.0, float("nan")), x)
     return x, tl.where(zero, 0.0, dr), tl.where(zero, 0.0, dl), tl.where(zero, 0.0, dual)
+
+
+@triton.jit
+def clip_tokens(t, adv, spec):
+    """t clipped only on the side that A pushes it to -> (t clipped, 1.0 where it passes the gradient)."""
+    lo = param(spec, codes.TOKEN_CLIP_LO)
+    hi = param(spec, codes.TOKEN_CLIP_HI)
+    over = (adv > 0.0) & (t > hi)
+    under = (adv < 0.0) & (t < lo)
+    return tl.where(over, hi, tl.where(under, lo, t)), tl.where(over | under, 0.0, 1.0)
+
+
+@triton.jit
+def binary_kl(p, p_anchor):
+    """D(p'||p) of the two-outcome distributions (token, everything else)."""
+    a = clamp(p_anchor, PROBABILITY_FLOOR, 1.0 - PROBABILITY_FLOOR)
+    b = clamp(p, PROBABILITY_FLOOR, 1.0 - PROBABILITY_FLOOR)
+    return a * tl.log(tl.div_rn(a, b)) + (1.0 - a) * tl.log(tl.div_rn(1.0 - a, 1.0 - b))
+
+
+@triton.jit
+def dropped(logp, anchor, r, adv, picked, spec):
+    """1.0 where the keep mask, or the batch's selection, takes the policy term away; a NaN measure keeps it."""
+    drop = zeros_as(logp)
+    kind = param(spec, codes.KEEP)
+    if kind != codes.KEEP_NONE:
+        v = r
+        if kind != codes.KEEP_RATIO:
+            p = tl.exp(logp)
+            p_anchor = tl.exp(anchor)
+            v = p - p_anchor
+            if kind == codes.KEEP_KL:
+                moved = binary_kl(p, p_anchor)
+                v = tl.where(v > 0.0, moved, tl.where(v < 0.0, -moved, v))
+        below = tl.where(v < param(spec, codes.KEEP_LOW), 1.0, 0.0)
+        above = tl.where(v > param(spec, codes.KEEP_HIGH), 1.0, 0.0)
+        away = tl.where(adv > 0.0, above, below)
+        drop = tl.where(param(spec, codes.KEEP_DIRECTIONAL) != 0.0, away, below + above)
+    if param(spec, codes.SELECTION) == codes.SELECTION_CLIP_COV:
+        drop = tl.where(picked != 0.0, 1.0, drop)
+    return drop
+
+
+@triton.jit
+def penalties(t, picked, spec):
+    """The token's squared log-ratio and, where the batch's selection asks for it, |t| -> (value, slope)."""
+    value = zeros_as(t)
+    slope = zeros_as(t)
+    coef = param(spec, codes.PENALTY_COEF)
+    if coef != 0.0:
+        value = coef * (t * t * 0.5)
+        slope = coef * t
+    if param(spec, codes.SELECTION) == codes.SELECTION_KL_COV:
+        distance, sign = kl_abs(t)
+        value += tl.where(picked != 0.0, param(spec, codes.SELECT_COEF) * distance, 0.0)
+        slope += tl.where(picked != 0.0, param(spec, codes.SELECT_COEF) * sign, 0.0)
+    return value, slope
 
 
 @triton.jit
@@ -185,41 +222,98 @@ def kl_abs(t):
 
 @triton.jit
 def kl_term(logp, logp_anchor, spec):
-    """The KL estimate of logp - anchor with its clamps -> (value, d value/d logp)."""
+    """The KL estimate of logp - anchor with its clamps -> (value, its gradient as the spec asks for it)."""
     raw = logp - logp_anchor
-    t = clamp(raw, spec[KL_LOG_RATIO_LO], spec[KL_LOG_RATIO_HI])
-    code = spec[KL]
-    if code == KL_K1:
+    lo = param(spec, codes.KL_LOG_RATIO_LO)
+    hi = param(spec, codes.KL_LOG_RATIO_HI)
+    t = clamp(raw, lo, hi)
+    code = param(spec, codes.KL)
+    if code == codes.KL_K1:
         value, g = kl_k1(t)
-    elif code == KL_K2:
+    elif code == codes.KL_K2:
         value, g = kl_k2(t)
-    elif code == KL_K3:
+    elif code == codes.KL_K3:
         value, g = kl_k3(t)
     else:
         value, g = kl_abs(t)
-    g = unless_clamped(g, raw, spec[KL_LOG_RATIO_LO], spec[KL_LOG_RATIO_HI])
-    g = unless_clamped(g, value, spec[KL_LO], spec[KL_HI])
-    g = tl.where(spec[KL_STRAIGHT_THROUGH] != 0.0, raw, g)
-    return clamp(value, spec[KL_LO], spec[KL_HI]), g
+    g = unless_clamped(g, raw, lo, hi)
+    g = unless_clamped(g, value, param(spec, codes.KL_LO), param(spec, codes.KL_HI))
+    value = clamp(value, param(spec, codes.KL_LO), param(spec, codes.KL_HI))
+    gradient = param(spec, codes.KL_GRADIENT)
+    if gradient == codes.GRADIENT_SCORE:
+        g += value
+    return value, tl.where(gradient == codes.GRADIENT_STRAIGHT_THROUGH, raw, g)
 
 
 @triton.jit
-def token_terms(logp, d_raw, adv, logp_kl, is_weight, entropy, spec):
-    """A token's loss -> (x, dr, dl, d, r, kl, dual); is_weight is 1 where none is given, entropy 0 where unused."""
+def kl_forward_score(t):
+    """-t*exp(-t), with the score function's gradient: it passes a clamp."""
+    u = tl.exp(-t)
+    return -t * u, -u
+
+
+@triton.jit
+def kl_forward_k3(t):
+    """1 - exp(-t)*(1 + t)."""
+    u = tl.exp(-t)
+    return 1.0 - u * (1.0 + t), t * u
+
+
+@triton.jit
+def kl_forward(logp, logp_anchor, spec):
+    """The estimate of KL(anchor||policy) -> (value, d value/d logp)."""
+    raw = logp - logp_anchor
+    lo = param(spec, codes.KL_LOG_RATIO_LO)
+    hi = param(spec, codes.KL_LOG_RATIO_HI)
+    t = clamp(raw, lo, hi)
+    if param(spec, codes.KL_FORWARD) == codes.FORWARD_SCORE:
+        value, g = kl_forward_score(t)
+    else:
+        value, g = kl_forward_k3(t)
+        g = unless_clamped(g, raw, lo, hi)
+    return value, g
+
+
+@triton.jit
+def policy_term(logp, anchor, t, d, r, dr_dd, adv, log_w, weight, picked, spec):
+    """Surrogate, keep mask, penalties and correction weight -> (x, dr, dl, dual, drop)."""
+    x, dr, dl, dual = surrogate(logp, d, r, dr_dd, adv, log_w, spec)
+    drop = dropped(logp, anchor, r, adv, picked, spec)
+    off = drop != 0.0
+    value, slope = penalties(t, picked, spec)
+    x = tl.where(off, 0.0, x) + value
+    dr = tl.where(off, 0.0, dr)
+    dl = tl.where(off, 0.0, dl) + slope
+    # there the weight is part of the product
+    weight = tl.where(param(spec, codes.SURROGATE) == codes.VESPO, 1.0, weight)
+    none = weight == 0.0
+    x = tl.where(none, 0.0, weight * x)
+    return x, tl.where(none, 0.0, weight * dr), tl.where(none, 0.0, weight * dl), tl.where(off, 0.0, dual), drop
+
+
+@triton.jit
+def token_terms(logp, anchor, t, z, adv, logp_kl, weight, picked, entropy, spec):
+    """A token's loss -> (x, dr, dl, d, r, kl, dual, drop).
+
+    z is its sequence's log-ratio, or VESPO's log W; unused at token level otherwise. Where there is no weight it is 1.
+    """
+    d_raw = tl.where(param(spec, codes.LEVEL) == codes.LEVEL_TOKEN, t, z)
     d, r, dr_dd = clamp_log_ratio(d_raw, spec)
-    x, dr, dl, dual = surrogate(logp, d, r, dr_dd, adv, spec)
-    dropped = is_weight == 0.0
-    x = tl.where(dropped, 0.0, is_weight * x)
-    dr = tl.where(dropped, 0.0, is_weight * dr)
-    dl = tl.where(dropped, 0.0, is_weight * dl)
+    x, dr, dl, dual, drop = policy_term(logp, anchor, t, d, r, dr_dd, adv, z, weight, picked, spec)
     kl = zeros_as(logp)
-    if spec[KL] != KL_NONE:
+    if param(spec, codes.KL) != codes.KL_NONE:
         kl, g = kl_term(logp, logp_kl, spec)
-        rho = tl.where(spec[KL_RATIO] == RATIO_NONE, 1.0, r)
-        x += spec[KL_COEF] * rho * kl
-        dl += spec[KL_COEF] * rho * g
-        if spec[KL_RATIO] == RATIO_LIVE:
-            dr += spec[KL_COEF] * dr_dd * kl
-    if spec[ENTROPY_COEF] != 0.0:
-        x -= spec[ENTROPY_COEF] * entropy
-    return x, dr, dl, d, r, kl, dual
+        ratio = param(spec, codes.KL_RATIO)
+        coef = param(spec, codes.KL_COEF)
+        rho = tl.where(ratio == codes.RATIO_NONE, 1.0, r)
+        x += coef * rho * kl
+        dl += coef * rho * g
+        if ratio == codes.RATIO_LIVE:
+            dr += coef * dr_dd * kl
+    if param(spec, codes.KL_FORWARD) != codes.FORWARD_NONE:
+        value, slope = kl_forward(logp, logp_kl, spec)
+        x += param(spec, codes.KL_FORWARD_COEF) * value
+        dl += param(spec, codes.KL_FORWARD_COEF) * slope
+    if param(spec, codes.ENTROPY_COEF) != 0.0:
+        x -= param(spec, codes.ENTROPY_COEF) * entropy
+    return x, dr, dl, d, r, kl, dual, drop

@@ -16,13 +16,12 @@ maximum (hardware max drops it) but never in `s`: exp(NaN - m) is added to it.
 import triton
 import triton.language as tl
 
-from .launch import HAS_ROW_TEMPERATURE, HAS_W
+from .launch import HAS_ROW_TEMPERATURE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 #: exponents below this give exactly 0; keeps 0 * (-inf) out of the weighted sums
 FLOOR = tl.constexpr(-1000.0)
-HAS_W = tl.constexpr(HAS_W)
 HAS_ROW_TEMPERATURE = tl.constexpr(HAS_ROW_TEMPERATURE)
 
 
@@ -44,12 +43,6 @@ def parts(offset, V, VEC: tl.constexpr):
     """(columns before the first whole vector, columns in whole vectors)."""
     head = tl.minimum(aligned(offset, VEC) - offset, V).to(tl.int32)
     return head, (V - head) // VEC * VEC
-
-
-@triton.jit
-def row_weight(w_ptr, row, given):
-    """The row's weight, 1 where no weights are given; 0 means: touch nothing of this row."""
-    return tl.load(w_ptr + row, mask=(given & HAS_W) != 0, other=1.0)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ except ImportError as error:
 from fusedpg.kernels import launch, logprob, one_pass, rescale, segments
 from fusedpg.kernels import token_loss as tokens
 from fusedpg.kernels.arguments import Rows, Statistics, Tokens, aligned_base
+from fusedpg.spec import STREAMS
 
 __all__ = ["ensure_available", "logprob_backward", "logprob_forward", "loss_forward", "rescale_", "token_loss"]
 
@@ -51,7 +52,7 @@ def logprob_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stage A -> (logp, entropy, row_max, log_sum), fp32 (N,) each; entropy is empty when not wanted."""
     _check_device(logits)
-    rows = Rows(logits, targets, active, row_temperature, temperature, softcap, logit_scale)
+    rows = Rows(logits, targets, active, None, row_temperature, temperature, softcap, logit_scale)
     with _on(logits):
         return _forward(rows, want_entropy).public()
 
@@ -72,7 +73,7 @@ def logprob_backward(
 ) -> None:
     """Stage C: write c*dlogp/dlogits + e*dH/dlogits to `out`, which may be `logits` itself."""
     _check_device(logits)
-    rows = Rows(logits, targets, None, row_temperature, temperature, softcap, logit_scale)
+    rows = Rows(logits, targets, None, None, row_temperature, temperature, softcap, logit_scale)
     with _on(logits):
         _backward(rows, row_max, log_sum, entropy, c, e, None, out)
 
@@ -82,20 +83,19 @@ def token_loss(
     logp: Tensor,
     entropy: Tensor | None,
     w: Tensor,
-    advantages: Tensor,
-    logp_old: Tensor | None,
-    logp_ref: Tensor | None,
-    logp_rollout: Tensor | None,
-    is_weights: Tensor | None,
+    streams: list[Tensor | None],
     cu: Tensor | None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stage B alone -> (per_token, c, e, sums); c and e times `scale`, e empty when the spec has no entropy."""
+    """Stage B alone -> (per_token, c, e, sums); c and e times `scale`, e empty when the spec has no entropy.
+
+    `streams` are the tensors of `fusedpg.spec.STREAMS`; `cu` bounds the sequences where `segments_needed(spec)`.
+    """
     _check_device(logp)
-    b = Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logp.device)
+    b = Tokens(spec, w, streams, cu, logp.device)
     with _on(logp):
-        if b.sequence_level:
-            _sequence_means(b, logp)
+        if b.has_segments:
+            _segments(b, logp)
         per_token, c, e, sums = _token_loss(b, logp, entropy)
         if scale is not None:
             c, e = c.mul_(scale), e.mul_(scale)
@@ -108,11 +108,7 @@ def loss_forward(
     targets: Tensor,
     w: Tensor,
     scale: Tensor,
-    advantages: Tensor,
-    logp_old: Tensor | None,
-    logp_ref: Tensor | None,
-    logp_rollout: Tensor | None,
-    is_weights: Tensor | None,
+    streams: list[Tensor | None],
     cu: Tensor | None,
     row_temperature: Tensor | None,
     temperature: float,
@@ -123,19 +119,20 @@ def loss_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Stages A and B, and C into `grad_out` -> (logp, entropy, row_max, log_sum, per_token, c, e, sums)."""
     _check_device(logits)
-    rows = Rows(logits, targets, w, row_temperature, temperature, softcap, logit_scale)
-    b = Tokens(spec, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, logits.device)
+    observed = streams[STREAMS.index("obs_weights")]
+    rows = Rows(logits, targets, w, observed, row_temperature, temperature, softcap, logit_scale)
+    b = Tokens(spec, w, streams, cu, logits.device)
     want_entropy = want_entropy or b.has_entropy_term
     with _on(logits):
-        one_launch = not b.sequence_level and not rows.split
+        one_launch = not b.has_segments and not rows.split
         if grad_out is not None and one_launch:
             stats = _one_pass(rows, b, want_entropy, scale, grad_out)
-        elif b.sequence_level and not rows.split:
+        elif b.has_segments and not rows.split:
             stats = _sequence_forward(rows, b, want_entropy)
         else:
             stats = _forward(rows, want_entropy)
-            if b.sequence_level:
-                _sequence_means(b, stats.logp)
+            if b.has_segments:
+                _segments(b, stats.logp)
         entropy = stats.entropy if want_entropy else None
         per_token, c, e, sums = _token_loss(b, stats.logp, entropy)
         if grad_out is not None and not one_launch:
@@ -198,7 +195,7 @@ def _forward(rows: Rows, want_entropy: bool) -> Statistics:
     stats = Statistics.empty(rows, want_entropy)
     if rows.N == 0:
         return stats
-    row = {**rows.arguments(), "w_ptr": rows.weights(), "given": rows.given | stats.given}
+    row = {**rows.arguments(), **rows.weights(), "given": rows.given | stats.given}
     outputs = {"target_ptr": rows.targets, **stats.arguments()}
     flags = rows.flags(want_entropy)
     if not rows.split:
@@ -212,13 +209,13 @@ def _forward(rows: Rows, want_entropy: bool) -> Statistics:
 
 
 def _sequence_forward(rows: Rows, b: Tokens, want_entropy: bool) -> Statistics:
-    """Stage A and the sequence means in one launch."""
+    """Stage A and what a sequence's tokens share in one launch."""
     assert b.cu is not None
     stats = Statistics.empty(rows, want_entropy)
     sequences = b.cu.numel() - 1
     if sequences < 1:
         return _forward(rows, want_entropy)
-    arguments = {**rows.arguments(), **b.arguments(), **b.means(), **stats.arguments()}
+    arguments = {**rows.arguments(), **b.arguments(), **b.shared(), **stats.arguments()}
     one_pass.sequence_forward_kernel[(rows.N,)](
         **arguments,
         target_ptr=rows.targets,
@@ -235,7 +232,7 @@ def _sequence_forward(rows: Rows, b: Tokens, want_entropy: bool) -> Statistics:
 
 
 def _one_pass(rows: Rows, b: Tokens, want_entropy: bool, scale: Tensor, out: Tensor) -> Statistics:
-    """Stages A, B and C of a token-level loss in one launch."""
+    """Stages A, B and C of a loss without sums over sequences in one launch."""
     stats = Statistics.empty(rows, want_entropy)
     if rows.N == 0:
         return stats
@@ -289,15 +286,15 @@ def _out_arguments(out: Tensor) -> dict[str, Any]:
     return {"out_ptr": base, "out_stride_b": out.stride(0), "out_stride_t": out.stride(1), "out_shift": shift}
 
 
-def _sequence_means(b: Tokens, logp: Tensor) -> None:
-    """z and D of every sequence from finished log-probabilities."""
+def _segments(b: Tokens, logp: Tensor) -> None:
+    """What every sequence's tokens share, from finished log-probabilities."""
     assert b.cu is not None
     sequences = b.cu.numel() - 1
     if sequences < 1:
         return
     segments.segments_kernel[(sequences,)](
         **b.arguments(),
-        **b.means(),
+        **b.shared(),
         logp_ptr=logp,
         cu_ptr=b.cu,
         N=b.N,
@@ -308,7 +305,7 @@ def _sequence_means(b: Tokens, logp: Tensor) -> None:
 
 
 def _token_loss(b: Tokens, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, c, e and the sums, the sequence means being known."""
+    """x, c, e and the sums, whatever a sequence's tokens share being known."""
     per_token, c = torch.empty_like(b.w), torch.empty_like(b.w)
     e = torch.empty_like(b.w) if b.has_entropy_term else b.w.new_empty(0)
     sums = torch.empty(tokens.NSUMS, dtype=torch.float32, device=logp.device)
@@ -316,12 +313,12 @@ def _token_loss(b: Tokens, logp: Tensor, entropy: Tensor | None) -> tuple[Tensor
     partial = torch.empty(max(blocks, 1), tokens.WIDTH, dtype=torch.float64, device=logp.device)
     if blocks == 0:
         sums.zero_()
-        sums[15] = torch.inf
-        sums[16:] = -torch.inf
+        sums[-3] = torch.inf
+        sums[-2:] = -torch.inf
         return per_token, c, e, sums
     tokens.token_block_kernel[(blocks,)](
         **b.arguments(),
-        **b.means(),
+        **b.shared(),
         logp_ptr=logp,
         entropy_ptr=logp if entropy is None else entropy,
         per_token_ptr=per_token,
