@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #endif
 
+#include <array>
 #include <stdexcept>
 #include <tuple>
 
@@ -21,8 +22,9 @@ using Address = uintptr_t;
 using MatrixArgs = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, int64_t>;  // data, B, T, V, sb, st
 using MapArgs = std::tuple<Address, double, double, double>;     // row_temperature, temperature, softcap, logit_scale
 using RowArgs = std::tuple<Address, Address, Address, Address>;  // logp, entropy, row_max, log_sum
-/// count, w, advantages, logp_old, logp_ref, logp_rollout, is_weights, cu, sequences
-using TokenArgs = std::tuple<int64_t, Address, Address, Address, Address, Address, Address, Address, int64_t, Address>;
+using StreamArgs = std::array<Address, 7>;                       // in the order of fusedpg.spec.STREAMS
+using TokenArgs =
+    std::tuple<int64_t, Address, StreamArgs, Address, int64_t, Address>;      // count, w, streams, cu, sequences, mask
 using TokenOutArgs = std::tuple<Address, Address, Address, Address, double>;  // per_token, c, e, sums, scale
 
 template <class T>
@@ -42,13 +44,14 @@ TokenOutputs token_out(const TokenOutArgs& a) {
           std::get<4>(a)};
 }
 Tokens tokens(const TokenArgs& a) {
-  return {std::get<0>(a),           at<void>(std::get<1>(a)),   at<void>(std::get<2>(a)), at<void>(std::get<3>(a)),
-          at<void>(std::get<4>(a)), at<void>(std::get<5>(a)),   at<void>(std::get<6>(a)), at<int64_t>(std::get<7>(a)),
-          std::get<8>(a),           at<uint8_t>(std::get<9>(a))};
+  const auto& [count, w, streams, cu, sequences, mask] = a;
+  const auto stream = [&streams](size_t i) { return at<void>(streams[i]); };
+  return {count,     at<void>(w), stream(0), stream(1),       stream(2), stream(3),
+          stream(4), stream(5),   stream(6), at<int64_t>(cu), sequences, at<uint8_t>(mask)};
 }
 
-/// Refuses what the kernels would index out of range on, or read through a null pointer.
-const double* checked(const std::vector<double>& spec, const Tokens& t) {
+/// Refuses a code that the kernels would index out of range on.
+void check_codes(const std::vector<double>& spec) {
   if (spec.size() != NPARAMS)
     throw std::invalid_argument("spec: expected " + std::to_string(NPARAMS) + " numbers (LossSpec.encode()), got " +
                                 std::to_string(spec.size()));
@@ -56,21 +59,60 @@ const double* checked(const std::vector<double>& spec, const Tokens& t) {
     Param param;
     double last;
     const char* name;
-  } codes[] = {{P_SURROGATE, 3, "surrogate"}, {P_LEVEL, 2, "level"},      {P_ANCHOR, 2, "anchor"}, {P_KL, 4, "kl"},
-               {P_KL_TARGET, 1, "kl_target"}, {P_KL_RATIO, 2, "kl_ratio"}};
+  } codes[] = {{P_SURROGATE, 6, "surrogate"},
+               {P_LEVEL, 2, "level"},
+               {P_ANCHOR, 2, "anchor"},
+               {P_KEEP, 3, "keep"},
+               {P_CORRECTION, 2, "is_correction"},
+               {P_CORRECTION_LEVEL, 2, "is_level"},
+               {P_REJECT, 3, "is_reject"},
+               {P_KL, 4, "kl"},
+               {P_KL_TARGET, 1, "kl_target"},
+               {P_KL_RATIO, 2, "kl_ratio"},
+               {P_KL_GRADIENT, 2, "kl_gradient"},
+               {P_KL_FORWARD, 2, "kl_forward"},
+               {P_SELECTION, 2, "selection"}};
   for (const auto& c : codes) {
     const double value = spec[c.param];
     if (!(value >= 0 && value <= c.last))
       throw std::invalid_argument(std::string("spec: ") + c.name + " code " + std::to_string(value) + " is not in 0.." +
                                   std::to_string(static_cast<int>(c.last)));
   }
-  if (t.count == 0) return spec.data();  // empty tensors have no address
-  if (!t.w && !(t.mask && spec[P_LEVEL] < 1)) throw std::invalid_argument("w: expected weights in the compute dtype, got None");
-  const bool needs_ref = spec[P_KL] > 0 && spec[P_KL_TARGET] < 1, needs_rollout = spec[P_KL] > 0 && !needs_ref;
-  if ((needs_ref && !t.logp_ref) || (needs_rollout && !t.logp_rollout))
-    throw std::invalid_argument(std::string("spec: its KL term needs ") + (needs_ref ? "logp_ref" : "logp_rollout") +
-                                ", got None");
-  if (spec[P_LEVEL] > 0 && !t.cu) throw std::invalid_argument("cu: a sequence-level spec needs cumulative lengths, got None");
+}
+
+/// `fusedpg.spec.segments_needed`.
+bool sums_over_sequences(const std::vector<double>& spec) {
+  const bool corrects = spec[P_CORRECTION] > 0 && spec[P_CORRECTION_LEVEL] > 0;
+  const bool vespo = static_cast<Surrogate>(static_cast<int>(spec[P_SURROGATE])) == Surrogate::vespo;
+  return spec[P_LEVEL] > 0 || vespo || corrects || spec[P_REJECT] > 1;
+}
+
+/// Refuses a missing stream that the kernels would read through a null pointer, or without which the loss would be another one.
+void check_streams(const std::vector<double>& spec, const Tokens& t) {
+  const bool in_sequences = sums_over_sequences(spec), has_kl = spec[P_KL] > 0 || spec[P_KL_FORWARD] > 0;
+  const bool to_ref = spec[P_KL_TARGET] < 1, corrects = spec[P_CORRECTION] > 0 || spec[P_REJECT] > 0;
+  const bool on_rollout = static_cast<Anchor>(static_cast<int>(spec[P_ANCHOR])) == Anchor::rollout;
+  const struct {
+    bool missing;
+    const char* text;
+  } checks[] = {
+      {!t.w && !(t.mask && !in_sequences), "w: expected weights in the compute dtype, got None"},
+      {!t.advantages, "advantages: expected a tensor, got None"},
+      {has_kl && to_ref && !t.logp_ref, "logp_ref: the spec's KL term needs logp_ref, got None"},
+      {has_kl && !to_ref && !t.logp_rollout, "logp_rollout: the spec's KL term needs logp_rollout, got None"},
+      {on_rollout && !t.logp_rollout, "logp_rollout: the spec's anchor needs logp_rollout, got None"},
+      {corrects && !t.is_weights && !t.logp_rollout,
+       "logp_rollout: the spec's correction weight or rejection needs logp_rollout, got None"},
+      {spec[P_SELECTION] > 0 && !t.selected, "selected: the spec's selection needs the tokens that it picked, got None"},
+      {in_sequences && !t.cu, "cu: a spec that sums over sequences needs cumulative lengths, got None"},
+  };
+  for (const auto& c : checks)
+    if (c.missing) throw std::invalid_argument(c.text);
+}
+
+const double* checked(const std::vector<double>& spec, const Tokens& t) {
+  check_codes(spec);
+  if (t.count != 0) check_streams(spec, t);  // empty tensors have no address
   return spec.data();
 }
 

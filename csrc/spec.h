@@ -120,9 +120,6 @@ struct Spec {
   KlForward kl_forward;
   F kl_forward_coef;
   F k_pos, k_neg, lambda_pos, lambda_neg, log_w_lo, log_w_hi;
-
-  bool has_correction() const { return correction != Correction::none || reject != Reject::none; }
-  bool has_kl_target() const { return kl != Kl::none || kl_forward != KlForward::none; }
 };
 
 }  // namespace fusedpg

@@ -32,10 +32,10 @@ struct RowOut {
 };
 
 /// Per-token inputs of stage B, in the compute type; null where absent. `cu` has sequences + 1 entries. `mask`, of 0 and 1,
-/// stands in for `w` where stage B runs alone at token level.
+/// stands in for `w` where stage B runs alone and sums over no sequences.
 struct Tokens {
   int64_t count;
-  const void *w, *advantages, *logp_old, *logp_ref, *logp_rollout, *is_weights;
+  const void *w, *advantages, *logp_old, *logp_ref, *logp_rollout, *is_weights, *obs_weights, *selected;
   const int64_t* cu;
   int64_t sequences;
   const uint8_t* mask;

@@ -79,6 +79,66 @@ FPG_FN V exp_any(V x) {
 }
 FPG_FN double exp_any(double x) { return ::exp(x); }
 
+/// x = mantissa * 2^exponent for x > 0 (denormals too), the mantissa in [sqrt(1/2), sqrt(2)). Works on the bits: where
+/// denormals are flushed, arithmetic would see 0.
+template <class V>
+struct Decomposed {
+  V mantissa, exponent;
+};
+constexpr int32_t ROOT_HALF_BITS = 0x3f3504f3, SMALLEST_NORMAL_BITS = 0x00800000, INFINITY_BITS = 0x7f800000;
+constexpr int32_t TWO_TO_23_BITS = 0x4b000000;
+
+FPG_FN Decomposed<float> decompose(float x) {
+  int32_t bits = bit_cast<int32_t>(x);
+  const bool denormal = bits < SMALLEST_NORMAL_BITS;
+  bits = denormal ? bit_cast<int32_t>(bit_cast<float>(bits | TWO_TO_23_BITS) - 8388608.0f) : bits;
+  const int32_t above = bits - ROOT_HALF_BITS;
+  return {bit_cast<float>((above & 0x007fffff) + ROOT_HALF_BITS), static_cast<float>((above >> 23) - (denormal ? 149 : 0))};
+}
+FPG_FN Decomposed<Lanes> decompose(Lanes x) {
+  Decomposed<Lanes> r;
+  FPG_UNROLL for (int p = 0; p < PARTS; ++p) {
+    NativeI bits = (NativeI)x.v[p];
+    const NativeI denormal = bits < SMALLEST_NORMAL_BITS;
+    bits = denormal ? (NativeI)((NativeF)(bits | TWO_TO_23_BITS) - 8388608.0f) : bits;
+    const NativeI above = bits - ROOT_HALF_BITS;
+    r.mantissa.v[p] = (NativeF)((above & 0x007fffff) + ROOT_HALF_BITS);
+    r.exponent.v[p] = __builtin_convertvector((above >> 23) - (denormal & 149), NativeF);
+  }
+  return r;
+}
+
+/// `log` where x > 0 is finite; -inf at 0 of either sign, inf at inf, NaN below 0 and at NaN. On the bits, like `decompose`.
+FPG_FN float finish_log(float x, float log) {
+  const int32_t bits = bit_cast<int32_t>(x);
+  const float special = (bits & 0x7fffffff) == 0 ? -INFINITY : bits < 0 ? static_cast<float>(NAN) : x;
+  return bits > 0 && bits < INFINITY_BITS ? log : special;
+}
+FPG_FN Lanes finish_log(Lanes x, Lanes log) {
+  Lanes r;
+  FPG_UNROLL for (int p = 0; p < PARTS; ++p) {
+    const NativeI bits = (NativeI)x.v[p];
+    const NativeF nan = NativeF{} + static_cast<float>(NAN), minus_inf = NativeF{} - INFINITY;
+    const NativeF special = (bits & 0x7fffffff) == 0 ? minus_inf : bits < 0 ? nan : x.v[p];
+    r.v[p] = ((bits > 0) & (bits < INFINITY_BITS)) ? log.v[p] : special;
+  }
+  return r;
+}
+
+/// log(x) for any x, to 1 ulp: log(1 + f) = 2 atanh(s) with s = f / (2 + f), as f - s (f - P(s^2)), so that f itself is exact.
+template <class V>
+FPG_FN V log_any(V x) {
+  const Decomposed<V> d = decompose(x);
+  const V f = d.mantissa - V(1.0f);
+  const V s = f / (f + V(2.0f)), z = s * s;
+  V q = fma(z, V(2.0f / 9), V(2.0f / 7));
+  q = fma(q, z, V(2.0f / 5));
+  q = fma(q, z, V(2.0f / 3));
+  const V tail = fma(d.exponent, V(LN2_LO), -(s * (f - q * z)));
+  return finish_log(x, d.exponent * V(LN2_HI) + (f + tail));
+}
+FPG_FN double log_any(double x) { return ::log(x); }
+
 template <class V>
 FPG_FN V absolute(V x) {
   return select(x < V(0.0f), -x, x);

@@ -29,9 +29,9 @@ struct RowArrays {
 template <class F>
 class ForwardHooks final : public RowHooks<F> {
  public:
-  ForwardHooks(const RowArrays<F>& out, const uint8_t* active, const F* w) : out_(out), active_(active), w_(w) {}
+  ForwardHooks(const RowArrays<F>& out, const uint8_t* active) : out_(out), active_(active) {}
   bool wanted(int64_t row) override {
-    const bool on = (!active_ || active_[row]) && (!w_ || !(w_[row] == F(0)));
+    const bool on = !active_ || active_[row];
     if (!on) out_.put_zero(row);
     return on;
   }
@@ -43,7 +43,6 @@ class ForwardHooks final : public RowHooks<F> {
  private:
   RowArrays<F> out_;
   const uint8_t* active_;
-  const F* w_;
 };
 
 /// The row's own sum is recomputed while the row is hot and used when it rounds to the stored log_sum: a gradient from the
@@ -81,7 +80,7 @@ template <class S>
 void logprob_forward(int threads, const Matrix& logits, const int64_t* targets, const uint8_t* active, const LogitMap& map,
                      const RowOut& out) {
   using F = typename Compute<S>::type;
-  ForwardHooks<F> hooks(RowArrays<F>(out), active, nullptr);
+  ForwardHooks<F> hooks(RowArrays<F>(out), active);
   run_rows<S>(threads, logits, targets, map, out.entropy != nullptr, Matrix{}, hooks);
 }
 

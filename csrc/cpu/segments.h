@@ -1,6 +1,6 @@
-// csrc/cpu/segments.h: weighted means over the sequences of a batch. A sequence is cut into pieces of a fixed number of tokens
-// from its own start; pieces are summed in parallel and joined in order, so that one huge sequence and a million tiny ones both
-// use every thread, and a sequence's mean depends on nothing but its own tokens.
+// csrc/cpu/segments.h: sums and weighted means over the sequences of a batch. A sequence is cut into pieces of a fixed number
+// of tokens from its own start; pieces are summed in parallel and joined in order, so that one huge sequence and a million tiny
+// ones both use every thread, and a sequence's result depends on nothing but its own tokens.
 #pragma once
 #include "machine.h"
 #include "storage.h"
@@ -9,19 +9,20 @@ namespace fusedpg::FUSEDPG_ISA {
 
 constexpr int64_t PIECE = 4096;
 
-/// Sum of w * value and of w over the tokens with w != 0 of [begin, end), in double.
+/// Sums over tokens, in double; a mean is their quotient, a sum leaves the weight alone.
 struct WeightedSum {
   double value, weight;
 };
+enum class Join { mean, sum };
 
-template <class F, class ValueAt>
-FPG_FN WeightedSum weighted_sum(const F* w, const ValueAt& value, int64_t begin, int64_t end) {
+/// What `part_of` gives for the tokens of [begin, end), added up.
+template <class PartOf>
+FPG_FN WeightedSum sum_parts(const PartOf& part_of, int64_t begin, int64_t end) {
   WeightedSum s{0, 0};
   for (int64_t i = begin; i < end; ++i) {
-    if (w[i] == F(0)) continue;
-    const double weight = static_cast<double>(w[i]);
-    s.value += weight * static_cast<double>(value(i));
-    s.weight += weight;
+    const WeightedSum part = part_of(i);
+    s.value += part.value;
+    s.weight += part.weight;
   }
   return s;
 }
@@ -35,31 +36,43 @@ class Sequences {
     for (int64_t s = 0; s < sequences; ++s) first_piece_.get()[s + 1] = first_piece_.get()[s] + blocks_of(size(s), PIECE);
   }
 
-  /// spread[i] = the mean of value over i's sequence, 0 where the weights add up to nothing.
+  /// spread[i] = the mean of value(i) over i's sequence with weights w; tokens without weight are not looked at. 0 where the
+  /// weights add up to nothing.
   template <class F, class ValueAt>
   void mean(int threads, const F* w, const ValueAt& value, F* spread) const {
+    const auto part_of = [w, &value](int64_t i) __attribute__((always_inline)) {
+      if (w[i] == F(0)) return WeightedSum{0, 0};
+      const double weight = static_cast<double>(w[i]);
+      return WeightedSum{weight * static_cast<double>(value(i)), weight};
+    };
+    reduce(threads, Join::mean, part_of, spread);
+  }
+
+  /// spread[i] = `part_of` joined over i's sequence.
+  template <class F, class PartOf>
+  void reduce(int threads, Join join, const PartOf& part_of, F* spread) const {
     const int64_t pieces = first_piece_.get()[sequences_];
     const CallBuffer<WeightedSum> sums(pieces);
-    const CallBuffer<double> means(sequences_);
+    const CallBuffer<double> results(sequences_);
 #pragma omp parallel num_threads(threads)
     {
       const FlushDenormals flush;
 #pragma omp for schedule(dynamic, 16)
       for (int64_t s = 0; s < sequences_; ++s)
-        if (size(s) <= PIECE) means.get()[s] = ratio(weighted_sum(w, value, begin(s), begin(s) + size(s)));
+        if (size(s) <= PIECE) results.get()[s] = result(join, sum_parts(part_of, begin(s), begin(s) + size(s)));
 #pragma omp for schedule(dynamic, 16)
       for (int64_t p = 0; p < pieces; ++p) {
         const int64_t s = sequence_of(p), from = begin(s) + (p - first_piece_.get()[s]) * PIECE;
-        if (size(s) > PIECE) sums.get()[p] = weighted_sum(w, value, from, smaller(from + PIECE, begin(s) + size(s)));
+        if (size(s) > PIECE) sums.get()[p] = sum_parts(part_of, from, smaller(from + PIECE, begin(s) + size(s)));
       }
 #pragma omp for schedule(static)
       for (int64_t s = 0; s < sequences_; ++s)
-        if (size(s) > PIECE) means.get()[s] = ratio(joined(s, sums.get()));
+        if (size(s) > PIECE) results.get()[s] = result(join, joined(s, sums.get()));
 #pragma omp for schedule(dynamic, 16)
       for (int64_t p = 0; p < pieces; ++p) {
         const int64_t s = sequence_of(p), from = begin(s) + (p - first_piece_.get()[s]) * PIECE;
-        const F m = static_cast<F>(means.get()[s]);
-        for (int64_t i = from; i < smaller(from + PIECE, begin(s) + size(s)); ++i) spread[i] = m;
+        const F value = static_cast<F>(results.get()[s]);
+        for (int64_t i = from; i < smaller(from + PIECE, begin(s) + size(s)); ++i) spread[i] = value;
       }
     }
   }
@@ -67,7 +80,9 @@ class Sequences {
  private:
   int64_t begin(int64_t s) const { return larger(0, smaller(cu_[s], tokens_)); }
   int64_t size(int64_t s) const { return larger(0, smaller(cu_[s + 1], tokens_) - begin(s)); }
-  static double ratio(WeightedSum s) { return s.weight == 0 ? 0 : s.value / s.weight; }
+  static double result(Join join, WeightedSum s) {
+    return join == Join::sum ? s.value : s.weight == 0 ? 0 : s.value / s.weight;
+  }
 
   /// The sequence whose pieces include p: the last one that starts at or before it and has a piece.
   int64_t sequence_of(int64_t p) const {

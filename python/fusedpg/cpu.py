@@ -13,7 +13,7 @@ from typing import Any
 import torch  # before the core: torch's OpenMP runtime is then the one that both use
 from torch import Tensor
 
-from .spec import ENTROPY_COEF, LEVEL, Level
+from .spec import ENTROPY_COEF, segments_needed
 
 __all__ = [
     "available_isas",
@@ -112,19 +112,19 @@ def token_loss(
     logp: Tensor,
     entropy: Tensor | None,
     w: Tensor,
-    advantages: Tensor,
-    logp_old: Tensor | None,
-    logp_ref: Tensor | None,
-    logp_rollout: Tensor | None,
-    is_weights: Tensor | None,
+    streams: list[Tensor | None],
     cu: Tensor | None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stage B: (per_token, c, e, sums); c and e are multiplied by `scale`, e is empty without an entropy term."""
-    mask = w if w.dtype == torch.bool and spec[LEVEL] == Level.TOKEN else None
-    streams = (None if mask is not None else w.to(logp.dtype), advantages, logp_old, logp_ref, logp_rollout, is_weights)
+    """Stage B: (per_token, c, e, sums); c and e are multiplied by `scale`, e is empty without an entropy term.
+
+    `streams` are the per-token constants in the order of `fusedpg.spec.STREAMS`.
+    """
+    mask = w if w.dtype == torch.bool and not segments_needed(spec) else None
+    weights = None if mask is not None else w.to(logp.dtype)
     out = _new_token_outputs(spec, logp)
-    code, threads, tokens = _DTYPES[logp.dtype], _threads(logp.numel()), _tokens(logp.numel(), streams, cu, mask)
+    code, threads = _DTYPES[logp.dtype], _threads(logp.numel())
+    tokens = _tokens(logp.numel(), weights, streams, cu, mask)
     outputs = (*_addresses(out), 1.0 if scale is None else float(scale))
     _core().token_loss(code, threads, spec, logp.data_ptr(), _address(entropy), tokens, outputs)
     return out
@@ -136,11 +136,7 @@ def loss_forward(
     targets: Tensor,
     w: Tensor,
     scale: Tensor,
-    advantages: Tensor,
-    logp_old: Tensor | None,
-    logp_ref: Tensor | None,
-    logp_rollout: Tensor | None,
-    is_weights: Tensor | None,
+    streams: list[Tensor | None],
     cu: Tensor | None,
     row_temperature: Tensor | None,
     temperature: float,
@@ -151,11 +147,11 @@ def loss_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Stages A and B, and with `grad_out` C: (logp, entropy, row_max, log_sum, per_token, c, e, sums).
 
-    Token level reads the logits once; sequence levels need every logp of a sequence first and read them twice.
+    A loss that sums over sequences needs every logp of a sequence first and reads the logits twice; any other, once.
     """
     rows = _new_rows(logits, want_entropy or spec[ENTROPY_COEF] != 0)
     outputs = _new_token_outputs(spec, rows[0])
-    streams = (w.to(rows[0].dtype), advantages, logp_old, logp_ref, logp_rollout, is_weights)
+    weights = w.to(rows[0].dtype)  # alive until the core has returned
     _core().loss_forward(
         _DTYPES[logits.dtype],
         _threads(logits.numel()),
@@ -163,7 +159,7 @@ def loss_forward(
         _matrix(logits),
         targets.data_ptr(),
         scale.data_ptr(),
-        _tokens(rows[0].numel(), streams, cu),
+        _tokens(rows[0].numel(), weights, streams, cu),
         (_address(row_temperature), temperature, softcap, logit_scale),
         _addresses(rows),
         (*_addresses(outputs), 1.0),
@@ -191,10 +187,11 @@ def _matrix(logits: Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 def _tokens(
-    count: int, streams: tuple[Tensor | None, ...], cu: Tensor | None, mask: Tensor | None = None
+    count: int, w: Tensor | None, streams: list[Tensor | None], cu: Tensor | None, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
+    """(count, w, streams, cu, sequences, mask)."""
     sequences = 0 if cu is None else cu.numel() - 1
-    return count, *(_address(s) for s in streams), _address(cu), sequences, _address(mask)
+    return count, _address(w), [_address(s) for s in streams], _address(cu), sequences, _address(mask)
 
 
 def _threads(values: int) -> int:

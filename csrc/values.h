@@ -1,0 +1,77 @@
+// csrc/values.h: what goes into and comes out of the terms of a token, for any value type V (float, double, 16 lanes).
+#pragma once
+#include "decode.h"
+
+namespace fusedpg::FUSEDPG_ISA {
+
+template <class V>
+using MaskOf = decltype(V() < V());
+
+template <class V>
+struct Clamped {
+  V value;
+  MaskOf<V> inside;  // where the clamp does not bind: the derivative passes
+};
+
+/// x: the term; dr: its derivative through the log ratio; dl: its direct derivative to logp.
+template <class V>
+struct Surrogated {
+  V x, dr, dl;
+  MaskOf<V> dual_clipped;
+};
+
+/// A KL estimate and its derivative to logp.
+template <class V>
+struct KlValue {
+  V value, slope;
+};
+
+/// The correction weight of a token, and where it was missing.
+template <class V>
+struct Weight {
+  V value;
+  MaskOf<V> missing;
+};
+
+/// log_ratio: of the token itself; log_ratio_level: of the spec's level; log_w: of the sequence's product.
+template <class V>
+struct TokenIn {
+  V logp, adv, anchor, log_ratio, log_ratio_level, log_w, selected, kl_target, entropy;
+  Weight<V> weight;
+};
+
+template <class V>
+struct TokenOut {
+  V x, dr, dl, log_ratio, ratio, kl;
+  MaskOf<V> dual_clipped, dropped;
+};
+
+template <class V>
+FPG_FN MaskOf<V> nowhere() {
+  return V(0) < V(0);
+}
+
+template <class V>
+FPG_FN MaskOf<V> is_nan(V x) {
+  return negate(x == x);
+}
+
+template <class V>
+FPG_FN V zero_unless(MaskOf<V> m, V x) {
+  return select(m, x, V(0));
+}
+
+/// -1, 0 or 1; a NaN stays.
+template <class V>
+FPG_FN V sign(V x) {
+  return select(x > V(0), V(1), select(x < V(0), V(-1), x));
+}
+
+/// Comparisons, so that a NaN stays a NaN and counts as inside.
+template <class V>
+FPG_FN Clamped<V> clamp(V d, V lo, V hi) {
+  const MaskOf<V> below = d<lo, above = d> hi;
+  return {select(below, lo, select(above, hi, d)), negate(either(below, above))};
+}
+
+}  // namespace fusedpg::FUSEDPG_ISA
