@@ -36,7 +36,7 @@ def check(spec: LossSpec) -> None:
 
 
 def _check_numbers(spec: LossSpec) -> None:
-    for f in fields(spec):
+    for f in fields(LossSpec):
         value = getattr(spec, f.name)
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"{f.name}: expected a number; got nan")
