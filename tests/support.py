@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import fusedpg
-from fusedpg.spec import Level, LossSpec
+from fusedpg import losses
+from fusedpg.spec import Keep, Level, LossSpec
 
 
 def backend_device(backend: str) -> torch.device:
@@ -37,12 +38,51 @@ TERMS: dict[str, dict[str, Any]] = {
     "k1-rollout": {"kl": "k1", "kl_coef": 0.1, "kl_target": "rollout"},
     "entropy": {"entropy_coef": 0.05},
     "k3-entropy": {"kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05},
+    "k3-score": {"kl": "k3", "kl_coef": 0.1, "kl_gradient": "score", "kl_ratio": "detached"},
+    "forward-k3": {"kl": "k1", "kl_coef": 0.1, "kl_forward": "k3", "kl_forward_coef": 0.2},
+    "forward-score": {"kl_forward": "score", "kl_forward_coef": 0.2, "kl_target": "rollout"},
+    "is-truncate": {"is_correction": "truncate", "is_high": 1.1},
+    "is-mask-geometric": {"is_correction": "mask", "is_level": "geometric", "is_low": 0.9, "is_high": 1.2},
+    "is-product-reject": {
+        "is_correction": "truncate",
+        "is_level": "sequence",
+        "is_low": 0.5,
+        "is_high": 1.5,
+        "is_reject": "geometric",
+        "is_reject_low": 0.85,
+        "is_reject_high": 1.3,
+    },
+    "is-reject-token": {"is_reject": "token", "is_reject_low": 0.9, "is_reject_high": 1.2},
+    "keep-ratio": {"keep": "ratio", "keep_low": 0.8, "keep_high": 1.25, "keep_directional": True},
+    "observation": {"obs_coef": 0.3, "entropy_coef": 0.05},
+}
+
+#: knobs that a loss has no default for
+REQUIRED: dict[str, dict[str, Any]] = {"dro": {"beta": 0.1}}
+#: bounds so tight that they bind in a small batch
+TIGHT: dict[str, dict[str, Any]] = {
+    "gmpo": {"epsilon_low": 0.1, "epsilon_high": 0.15},
+    "dppo_tv": {"delta": 0.02},
+    "dppo_kl": {"delta": 0.01},
+    "icepop": {"alpha": 0.85, "beta": 1.2},
+    "ipo": {"delta": 0.02, "kl_tau": 0.1},
+    "dro": {"beta": 0.3},
+    "clip_cov": {"clip_cov_ratio": 0.4, "clip_cov_lb": 0.0, "clip_cov_ub": 50.0},
+    "kl_cov": {"kl_cov_ratio": 0.4, "ppo_kl_coef": 0.5},
 }
 
 
+def applies(name: str, terms: str) -> bool:
+    """Whether a loss reads the knobs of a variant, and they mean something for it."""
+    knobs = TERMS[terms]
+    own_mask = fusedpg.CATALOGUE[name].keep != Keep.NONE and "keep" in knobs
+    by_sequence = {"is_level", "is_reject"} & set(knobs)
+    return set(knobs) <= losses.ENTRIES[name].knobs and not own_mask and not (name == "vespo" and by_sequence)
+
+
 def spec_for(name: str, reduction: str, terms: str) -> LossSpec:
-    """A catalogue entry with one reduction and one set of terms; grpo's own KL counts as a term."""
-    knobs: dict[str, Any] = {"reduction": reduction, **TERMS[terms]}
+    """A catalogue entry with one reduction and one set of terms; an entry's own KL counts as a term."""
+    knobs: dict[str, Any] = {"reduction": reduction, **TIGHT.get(name, {}), **TERMS[terms]}
     if reduction == "seq-mean-token-sum-norm":
         knobs["max_tokens"] = 7
     if "kl" not in knobs:
@@ -94,9 +134,13 @@ def make_case(
     }
     for i, stream in enumerate(streams.values()):
         stream[~mask] = (torch.nan, torch.inf, -torch.inf)[i]
-    logits[~mask] = torch.nan
-    targets[~mask] = -100
+    observed = mask
     kwargs: dict[str, Any] = {**streams, "mask": mask, "cu_seqlens": cu}
+    if spec.obs_coef:
+        kwargs["obs_mask"] = torch.rand(shape, generator=g) > 0.6  # some of them policy tokens too
+        observed = mask | kwargs["obs_mask"]
+    logits[~observed] = torch.nan
+    targets[~observed] = -100
     if spec.level == Level.SEQUENCE:
         kwargs["sequence_advantages"] = rand(len(lengths)).float()
     else:
@@ -121,6 +165,7 @@ def run(
     logits = case.logits.to(device)
     logits = (logits.double() if double else logits.clone()).requires_grad_()
     kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in {**case.kwargs, **extra}.items()}
+    torch.manual_seed(0)  # a random selection repeats
     out = fusedpg.policy_loss_from_logits(spec, logits, case.targets.to(device), backend=backend, **kwargs)
     (out.loss * upstream).backward()
     values = {

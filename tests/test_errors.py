@@ -100,13 +100,13 @@ BAD_PADDED = [
     ({"normalizer": NAN}, ValueError, "normalizer: expected a finite number > 0; got nan"),
     ({"normalizer": torch.ones(2)}, ValueError, "normalizer: expected one number; got shape (2,); sum it first"),
     # meaning
-    ({"logp_ref": None}, ValueError, "logp_ref: the loss 'grpo' reads it (see its kl and anchor); got None; pass the log-probs"),
+    ({"logp_ref": None}, ValueError, "logp_ref: the loss 'grpo' reads it (see its kl, anchor and is_correction); got None; pass the log-probs"),
     ({"advantages": None}, ValueError, "advantages: expected exactly one of advantages (one value a token) and sequence_advantages (one a sequence); got neither"),
     ({"sequence_advantages": torch.ones(2)}, ValueError, "got both"),
     ({"advantages": None, "sequence_advantages": torch.ones(3)}, ValueError, "sequence_advantages: expected shape (2,), one value a sequence; got (3,)"),
     ({"advantages": None, "sequence_advantages": 1.0}, ValueError, "sequence_advantages: expected shape (2,), one value a sequence; got float"),
     ({"advantages": None, "sequence_advantages": meta(2)}, ValueError, "sequence_advantages: expected device cpu (that of the batch); got meta"),
-    ({"obs_mask": torch.ones(2, 3)}, ValueError, "obs_mask: the loss 'grpo' has no observation term and never reads it; got a tensor; drop it"),
+    ({"obs_mask": torch.ones(2, 3)}, ValueError, "obs_mask: the loss 'grpo' has no observation term and never reads it; got a tensor; drop it or pass obs_coef to loss_spec"),
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "cu_seqlens: expected None for padded input (2, 3) (each row is a sequence); got a tensor; flatten the batch to (N,)"),
     ({"metrics": "all"}, ValueError, "metrics: expected 'full' or 'none'; got 'all'"),
 ]  # fmt: skip
@@ -182,11 +182,72 @@ def test_absent_old_logp_is_said(backend):
 def test_rollout_anchor_needs_its_stream(backend):
     spec = fusedpg.loss_spec("ppo_clip", anchor="rollout")
     with pytest.raises(
-        ValueError, match=re.escape("logp_rollout: the loss 'ppo_clip' reads it (see its kl and anchor); got None")
+        ValueError,
+        match=re.escape("logp_rollout: the loss 'ppo_clip' reads it (see its kl, anchor and is_correction); got None"),
     ):
         call(backend, good(), {}, spec)
     with pytest.raises(ValueError, match=re.escape("logp_rollout: expected shape (2, 3)")):
         call(backend, good(), {"logp_rollout": torch.ones(2)}, spec)
+
+
+def small(**extra):
+    return {"logp_old": torch.zeros(2, 3), "advantages": torch.ones(2, 3), **extra}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "changes", "message"),
+    [
+        ("icepop", {}, {}, "logp_rollout: the loss 'icepop' reads it (see its kl, anchor and is_correction); got None"),
+        ("topr", {}, {}, "logp_rollout: the loss 'topr' reads it"),
+        ("ipo", {}, {}, "logp_rollout: the loss 'ipo' reads it"),
+        ("grpo", {"kl": None, "is_correction": "mask", "is_high": 2}, {}, "logp_rollout: the loss 'grpo' reads it"),
+        ("grpo", {"kl": None, "is_reject": "token", "is_reject_high": 2}, {}, "logp_rollout: the loss 'grpo' reads it"),
+        ("ppo_clip", {"kl_forward": "k3", "kl_forward_coef": 0.1}, {}, "logp_ref: the loss 'ppo_clip' reads it"),
+        (
+            "ppo_clip",
+            {"is_correction": "truncate", "is_high": 2},
+            {"is_weights": torch.ones(2, 3), "logp_rollout": torch.zeros(2, 3)},
+            "is_weights: the loss 'ppo_clip' forms its weights from logp_rollout (is_correction, is_reject); got a tensor",
+        ),
+        (
+            "echo",
+            {},
+            {},
+            "obs_mask: the loss 'echo' has obs_coef=0.05 and reads it; got None; pass the mask of the obs",
+        ),
+        ("echo", {}, {"obs_mask": torch.ones(2, 2)}, "obs_mask: expected shape (2, 3)"),
+        ("echo", {}, {"obs_mask": torch.full((2, 3), 2.0)}, "obs_mask: expected weights in [0, 1]"),
+        ("gmpo", {}, {}, "advantages: the loss 'gmpo' has one ratio a sequence and expects one advantage a sequence"),
+        ("luspo", {}, {}, "advantages: the loss 'luspo' has one ratio a sequence"),
+    ],
+    ids=str,
+)
+def test_what_a_loss_reads_must_be_there(backend, name, knobs, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fusedpg.policy_loss(fusedpg.loss_spec(name, **knobs), torch.zeros(2, 3), backend=backend, **small(**changes))
+
+
+def test_packed_products_want_boundaries(backend):
+    args = {"logp_old": torch.zeros(3), "advantages": torch.ones(3), "backend": backend}
+    with pytest.raises(ValueError, match="cu_seqlens: the loss 'vespo' .* works on sequences"):
+        fusedpg.policy_loss(fusedpg.loss_spec("vespo"), torch.zeros(3), **args)
+    spec = fusedpg.loss_spec("ppo_clip", is_correction="mask", is_high=2, is_level="geometric")
+    with pytest.raises(ValueError, match="cu_seqlens: the loss 'ppo_clip' .* works on sequences"):
+        fusedpg.policy_loss(spec, torch.zeros(3), logp_rollout=torch.zeros(3), **args)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_inplace_with_a_selection(native_backend, name):
+    logits = torch.zeros(2, 3, 5, requires_grad=True) + 0.0
+    with pytest.raises(ValueError, match=f"inplace: the loss '{name}' selects tokens over the whole batch"):
+        fusedpg.policy_loss_from_logits(
+            fusedpg.loss_spec(name),
+            logits,
+            torch.zeros(2, 3, dtype=torch.int64),
+            inplace=True,
+            backend=native_backend,
+            **small(),
+        )
 
 
 def test_wrong_spec(backend):

@@ -10,10 +10,28 @@ from pathlib import Path
 import pytest
 
 import fusedpg
-from fusedpg import losses, reference
+from fusedpg import losses, reference_terms
 from fusedpg import spec as spec_module
 from fusedpg.metrics import NSUMS, SUM_NAMES
-from fusedpg.spec import KL, NPARAMS, REDUCTIONS, Anchor, KLRatio, KLTarget, Level, LossSpec, Surrogate
+from fusedpg.spec import (
+    KL,
+    NPARAMS,
+    REDUCTIONS,
+    Anchor,
+    Correction,
+    CorrectionLevel,
+    Keep,
+    KLForward,
+    KLGradient,
+    KLRatio,
+    KLTarget,
+    Level,
+    LossSpec,
+    Reject,
+    Selection,
+    Surrogate,
+)
+from support import REQUIRED
 
 ROOT = Path(__file__).parents[1]
 INF, NAN = math.inf, math.nan
@@ -33,7 +51,21 @@ ORDER = [
     "bnpo",
     "gspo",
     "gspo_token",
+    "gmpo",
+    "luspo",
     "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "icepop",
+    "sapo",
+    "vespo",
+    "topr",
+    "dro",
+    "ipo",
+    "echo",
+    "reinforce_kl",
+    "clip_cov",
+    "kl_cov",
 ]
 
 
@@ -45,9 +77,10 @@ def test_catalogue_order():
 @pytest.mark.parametrize("name", ORDER)
 def test_catalogue_entry(name):
     entry = losses.ENTRIES[name]
-    assert fusedpg.loss_spec(name) == fusedpg.CATALOGUE[name] == entry.spec
+    assert fusedpg.loss_spec(name, **REQUIRED.get(name, {})) == fusedpg.CATALOGUE[name] == entry.spec
     assert entry.spec.name == name
     assert entry.formula
+    assert entry.gradient
     assert re.search(r"arXiv:\d{4}\.\d{5}|\(\d{4}\)", entry.source), "a source with a year or an arXiv number"
 
 
@@ -68,13 +101,38 @@ def test_catalogue_defaults():
     assert (c["dapo"].clip_low, c["dapo"].clip_high, c["dapo"].reduction) == (0.8, 1.28, "token-mean")
     assert (c["grpo"].kl, c["grpo"].kl_coef, c["grpo"].reduction) == (KL.K3, 0.04, "seq-mean-token-mean")
     assert (c["dr_grpo"].reduction, c["dr_grpo"].max_tokens) == ("seq-mean-token-sum-norm", 1024)
-    for name, level in (("gspo", Level.SEQUENCE), ("gspo_token", Level.SEQUENCE_TOKEN)):
+    for name, level in (("gspo", Level.SEQUENCE), ("gspo_token", Level.SEQUENCE_TOKEN), ("luspo", Level.SEQUENCE)):
         assert c[name].level == level
         assert (c[name].clip_low, c[name].clip_high) == pytest.approx((1 - 3e-4, 1 + 4e-4))
         assert c[name].log_ratio_clamp == (-INF, 10.0)
-        assert c[name].reduction == "seq-mean-token-mean"
+    assert c["gspo"].reduction == c["gspo_token"].reduction == "seq-mean-token-mean"
+    assert c["luspo"].reduction == "seq-mean-token-sum", "L times the sequence's loss is the sum over its L tokens"
     assert (c["cispo"].clip_low, c["cispo"].clip_high) == (-INF, 1.2)
-    assert [name for name in ORDER if c[name].has_kl] == ["grpo"]
+    assert [name for name in ORDER if c[name].has_kl] == ["grpo", "reinforce_kl"]
+
+
+def test_catalogue_defaults_of_masks_and_products():
+    """The rest of the table: keep masks, thresholds, temperatures, anchors."""
+    c = fusedpg.CATALOGUE
+    assert (c["gmpo"].level, c["gmpo"].token_clip) == (Level.SEQUENCE, (-0.4, 0.4))
+    for name, keep in (("dppo_tv", Keep.TV), ("dppo_kl", Keep.KL), ("ipo", Keep.TV)):
+        assert (c[name].keep, c[name].keep_directional, c[name].keep_low, c[name].keep_high) == (keep, True, -0.2, 0.2)
+    assert c["dppo_tv"].clip_high == INF, "the ratio of DPPO is not truncated"
+    assert (c["icepop"].keep, c["icepop"].keep_low, c["icepop"].keep_high) == (Keep.RATIO, 0.5, 5.0)
+    assert not c["icepop"].keep_directional
+    assert [name for name in ORDER if c[name].anchor == Anchor.ROLLOUT] == ["icepop", "topr", "ipo"]
+    assert (c["sapo"].tau_pos, c["sapo"].tau_neg, c["sapo"].reduction) == (1.0, 1.05, "seq-mean-token-mean")
+    assert (c["vespo"].k_pos, c["vespo"].lambda_pos, c["vespo"].k_neg, c["vespo"].lambda_neg) == (2.0, 3.0, 3.0, 2.0)
+    assert (c["topr"].clip_low, c["topr"].clip_high) == (0.0, 1.0)
+    assert c["ipo"].penalty_coef == 2e-3
+    assert c["echo"].obs_coef == 0.05
+    assert [name for name in ORDER if c[name].batch_global] == ["clip_cov", "kl_cov"]
+    assert (c["clip_cov"].select_ratio, c["clip_cov"].select_low, c["clip_cov"].select_high) == (2e-4, 1.0, 5.0)
+    assert (c["kl_cov"].select_ratio, c["kl_cov"].select_coef) == (2e-4, 1.0)
+
+
+def test_alias():
+    assert fusedpg.loss_spec("dppo_kimi") == fusedpg.CATALOGUE["ipo"]
 
 
 # ------------------------------------------------------------------ LossSpec
@@ -141,8 +199,8 @@ def test_properties(name, knobs, properties):
         ("ppo_clip", {"log_ratio_clamp": None}, {"log_ratio_clamp": (-INF, INF)}),
         ("ppo_clip", {"anchor": "self"}, {"anchor": Anchor.SELF}),
         ("ppo_clip", {"anchor": Anchor.ROLLOUT}, {"anchor": Anchor.ROLLOUT}),
-        ("ppo_clip", {"kl": "k3", "kl_coef": 1}, {"kl": KL.K3, "kl_coef": 1.0, "kl_straight_through": False}),
-        ("ppo_clip", {"kl": "abs+", "kl_coef": 1}, {"kl": KL.ABS, "kl_straight_through": True}),
+        ("ppo_clip", {"kl": "k3", "kl_coef": 1}, {"kl": KL.K3, "kl_coef": 1.0, "kl_gradient": KLGradient.OWN}),
+        ("ppo_clip", {"kl": "abs+", "kl_coef": 1}, {"kl": KL.ABS, "kl_gradient": KLGradient.STRAIGHT_THROUGH}),
         ("ppo_clip", {"kl": "k3", "kl_coef": 1}, {"kl_log_ratio_clamp": (-20.0, 20.0)}),
         ("grpo", {"kl_clamp": (-10, 10)}, {"kl_clamp": (-10.0, 10.0)}),
         ("grpo", {"kl_log_ratio_clamp": None}, {"kl_log_ratio_clamp": (-INF, INF)}),
@@ -160,6 +218,42 @@ def test_properties(name, knobs, properties):
         ),
         ("dr_grpo", {"reduction": "token-mean"}, {"reduction": "token-mean", "max_tokens": None}),
         ("dr_grpo", {"max_tokens": 9}, {"max_tokens": 9}),
+        ("gmpo", {"epsilon_low": 0.1, "epsilon_high": 0.3}, {"token_clip": (-0.1, 0.3)}),
+        ("gmpo", {"epsilon_low": 0.1, "epsilon_high": None}, {"token_clip": (-0.1, 0.1)}),
+        ("dppo_tv", {"delta": 0.1}, {"keep_low": -0.1, "keep_high": 0.1}),
+        ("dppo_kl", {"keep_low": -0.1}, {"keep_low": -0.1, "keep_high": 0.2}),
+        ("icepop", {"alpha": 0.4, "beta": 2}, {"keep_low": 0.4, "keep_high": 2.0}),
+        ("icepop", {"beta": None}, {"keep_high": INF}),
+        ("sapo", {"tau_pos": 2, "tau_neg": 3.5}, {"tau_pos": 2.0, "tau_neg": 3.5}),
+        ("vespo", {"k_pos": 1, "lambda_neg": 0.5}, {"k_pos": 1.0, "lambda_neg": 0.5}),
+        ("dro", {"beta": 0.3}, {"penalty_coef": 0.3}),
+        ("ipo", {"kl_tau": 0.25, "delta": 0.3}, {"penalty_coef": 0.5, "keep_high": 0.3}),
+        ("clip_cov", {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.5, "clip_cov_ub": 9}, {"select_ratio": 0.1}),
+        ("clip_cov", {"clip_cov_lb": 0.5, "clip_cov_ub": 9}, {"select_low": 0.5, "select_high": 9.0}),
+        ("kl_cov", {"kl_cov_ratio": 0.1, "ppo_kl_coef": 2}, {"select_ratio": 0.1, "select_coef": 2.0}),
+        (
+            "ppo_clip",
+            {"keep": "ratio", "keep_low": 0.5, "keep_high": None, "keep_directional": True},
+            {"keep": Keep.RATIO, "keep_low": 0.5, "keep_high": INF, "keep_directional": True},
+        ),
+        ("icepop", {"keep": None}, {"keep": Keep.NONE, "keep_low": -INF, "keep_high": INF}),
+        (
+            "grpo",
+            {"is_correction": "truncate", "is_level": "geometric", "is_high": 2, "is_low": None},
+            {"is_correction": Correction.TRUNCATE, "is_level": CorrectionLevel.GEOMETRIC, "is_high": 2.0},
+        ),
+        (
+            "grpo",
+            {"is_reject": "sequence", "is_reject_high": 2, "is_missing": "one"},
+            {"is_reject": Reject.SEQUENCE, "is_reject_high": 2.0, "is_missing_one": True},
+        ),
+        ("grpo", {"kl_gradient": "score"}, {"kl_gradient": KLGradient.SCORE}),
+        (
+            "grpo",
+            {"kl_forward": "k3", "kl_forward_coef": 0.5},
+            {"kl_forward": KLForward.K3, "kl_forward_coef": 0.5},
+        ),
+        ("ppo_clip", {"obs_coef": 0.5}, {"obs_coef": 0.5}),
     ],
     ids=str,
 )
@@ -177,8 +271,12 @@ NORM = {"reduction": "seq-mean-token-sum-norm"}
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("pppo", {}, f"name: expected one of {', '.join(ORDER)}; got 'pppo'"),
-        ("reinforce", {"clip_low": 0.1}, "clip_low: the loss 'reinforce' never reads it; it reads entropy_coef, kl, "),
+        ("pppo", {}, f"name: expected one of {', '.join(ORDER)}, dppo_kimi; got 'pppo'"),
+        (
+            "reinforce",
+            {"clip_low": 0.1},
+            "clip_low: the loss 'reinforce' never reads it; it reads anchor, entropy_coef, is_correction, ",
+        ),
         ("cispo", {"dual_clip": 2.0}, "dual_clip: the loss 'cispo' never reads it"),
         ("gspo", {"delta": 2.0}, "delta: the loss 'gspo' never reads it"),
         ("ppo_clip", {"epsilon": 0.2}, "epsilon: the loss 'ppo_clip' never reads it; it reads anchor, "),
@@ -222,7 +320,7 @@ NORM = {"reduction": "seq-mean-token-sum-norm"}
         ("grpo", {"kl": "NONE"}, "kl: expected None, k1, k2, k3 or abs"),
         ("grpo", {"kl": "+"}, "kl: expected None, k1, k2, k3 or abs"),
         ("grpo", {"kl_coef": -0.1}, "kl_coef: expected a finite number >= 0; got -0.1"),
-        ("grpo", {"kl_coef": INF}, "kl_coef: expected a finite number >= 0; got inf"),
+        ("grpo", {"kl_coef": INF}, "kl_coef: expected a finite number; got inf"),
         ("ppo_clip", {"kl_coef": 0.1}, "kl_coef: 0.1 needs an estimator; pass kl='k3' (or k1, k2, abs) as well"),
         ("grpo", {"kl_target": "old"}, "kl_target: expected one of ref, rollout; got 'old'"),
         ("grpo", {"kl_ratio": "yes"}, "kl_ratio: expected one of none, detached, live; got 'yes'"),
@@ -250,6 +348,43 @@ NORM = {"reduction": "seq-mean-token-sum-norm"}
             {"max_tokens": 8},
             "max_tokens: reduction 'seq-mean-token-mean' never reads it; got 8; remove it or use",
         ),
+        ("dro", {}, "beta: the loss 'dro' has no default for it; got none; pass beta=..."),
+        ("dro", {"beta": 0}, "beta: expected a number > 0; got 0; without a penalty use 'reinforce'"),
+        ("dppo_tv", {"delta": -0.1}, "delta: expected a divergence >= 0; got -0.1"),
+        ("ppo_clip", {"tau_pos": 1.0}, "tau_pos: the loss 'ppo_clip' never reads it"),
+        ("sapo", {"tau_pos": 0}, "tau_pos, tau_neg: expected numbers > 0; got 0.0, 1.05"),
+        ("sapo", {"epsilon_low": 0.1}, "epsilon_low: the loss 'sapo' never reads it"),
+        ("gmpo", {"clip_high": 2.0}, "clip_high: this loss clips the log-ratio, not the ratio; got 2.0; pass epsilon"),
+        ("gmpo", {"epsilon_high": 0.1}, "epsilon_high: expected epsilon_low and epsilon_high together; got one"),
+        ("gmpo", {"keep": "ratio"}, "keep: the loss 'gmpo' never reads it"),
+        ("icepop", {"keep_low": 6}, "keep_low: expected keep_low <= keep_high; got keep_low=6.0, keep_high=5.0"),
+        ("ppo_clip", {"keep_low": 0.5}, "keep_low, keep_high: got (0.5, inf) without a mask; pass keep='ratio'"),
+        ("ppo_clip", {"keep": "tv"}, "keep: 'tv' expects keep_low or keep_high; got neither"),
+        ("ppo_clip", {"keep": "kll"}, "keep: expected one of none, ratio, tv, kl; got 'kll'"),
+        ("gspo_token", {"keep": "tv", "keep_high": 0.1}, "keep: 'tv' compares a token's probabilities; got level"),
+        ("ppo_clip", {"keep_directional": 1}, "keep_directional: expected True or False; got 1"),
+        ("ppo_clip", {"is_high": 2.0}, "is_low, is_high: got (-inf, 2.0), which nothing reads; pass is_correction"),
+        ("ppo_clip", {"is_correction": "clip"}, "is_correction: expected one of none, truncate, mask; got 'clip'"),
+        (
+            "ppo_clip",
+            {"is_correction": "mask", "is_low": 3, "is_high": 2},
+            "is_low: expected is_low <= is_high; got is_low=3.0, is_high=2.0",
+        ),
+        ("ppo_clip", {"is_correction": "mask", "is_high": 0}, "is_high: expected a bound > 0 of a weight; got 0.0"),
+        ("ppo_clip", {"is_reject": "token"}, "is_reject: expects is_reject_low or is_reject_high; got neither"),
+        ("ppo_clip", {"is_reject_high": 2}, "is_reject_low, is_reject_high: got (-inf, 2.0), which nothing reads"),
+        ("ppo_clip", {"is_missing": "zero"}, "is_missing: expected 'nan' (it stays visible) or 'one' (weight 1)"),
+        (
+            "vespo",
+            {"is_correction": "mask", "is_high": 2, "is_level": "sequence"},
+            "is_level: the loss multiplies the weights of a sequence's tokens into its own product",
+        ),
+        ("grpo", {"kl_gradient": "own+"}, "kl_gradient: expected one of own, straight_through, score; got 'own+'"),
+        ("ppo_clip", {"kl_forward_coef": 0.1}, "kl_forward_coef: 0.1 needs an estimator; pass kl_forward='score'"),
+        ("ppo_clip", {"kl_forward": "k3", "kl_forward_coef": -1}, "kl_forward_coef: expected a number >= 0; got -1.0"),
+        ("ppo_clip", {"obs_coef": INF}, "obs_coef: expected a finite number; got inf"),
+        ("clip_cov", {"clip_cov_ratio": 0}, "select_ratio: expected a share of the tokens in (0, 1]; got 0.0"),
+        ("kl_cov", {"kl_cov_ratio": 1.5}, "select_ratio: expected a share of the tokens in (0, 1]; got 1.5"),
     ],
     ids=str,
 )
@@ -261,9 +396,24 @@ def test_refused_knobs(name, knobs, message):
 def test_refused_level():
     with pytest.raises(
         ValueError,
-        match=re.escape("level: surrogate 'reinforce' has no ratio, so it has no sequence level; use level='token'"),
+        match=re.escape("level: surrogate 'reinforce' has no ratio of its own, so it has no sequence level; use"),
     ):
         fusedpg.CATALOGUE["reinforce"].replace(level=Level.SEQUENCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("vespo", {"level": Level.SEQUENCE}, "level: surrogate 'vespo' has no ratio of its own"),
+        ("ppo_clip", {"token_clip": (-1.0, 1.0)}, "token_clip: it bounds a token's log-ratio before its sequence's"),
+        ("gspo", {"penalty_coef": 0.1}, "penalty_coef: the squared log-ratio is a token's; got level 'sequence'"),
+        ("dro", {"penalty_coef": -0.1}, "penalty_coef: expected a number >= 0; got -0.1"),
+        ("gspo_token", {"selection": Selection.KL_COV, "select_ratio": 0.1}, "selection: it picks tokens by their own"),
+    ],
+)
+def test_refused_fields(name, fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fusedpg.CATALOGUE[name].replace(**fields)
 
 
 @pytest.mark.parametrize("field", ["clip_low", "clip_high", "dual_clip", "delta", "kl_coef", "entropy_coef"])
@@ -286,6 +436,21 @@ def test_inert_kl_options_warn(knob):
         fusedpg.loss_spec("ppo_clip", **knob)
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("ppo_clip", {"kl_forward": "k3"}, "kl_forward: 'k3' is inert because kl_forward_coef is 0"),
+        ("ppo_clip", {"is_level": "sequence"}, "is_level: 'sequence' is inert because the loss forms no correction"),
+        ("ppo_clip", {"keep_directional": True}, "keep_directional: True is inert because the loss has no keep mask"),
+        ("reinforce", {"anchor": "rollout"}, "anchor: 'rollout' is inert because the loss 'reinforce' forms no ratio"),
+    ],
+    ids=str,
+)
+def test_inert_knobs_warn(name, knobs, message):
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        fusedpg.loss_spec(name, **knobs)
+
+
 # ------------------------------------------------------------------ encoding
 
 
@@ -302,23 +467,51 @@ def test_encode_layout():
         delta=2.5,
         log_ratio_clamp=(-8.0, 9.0),
         kl=KL.ABS,
-        kl_straight_through=True,
+        kl_gradient=KLGradient.SCORE,
         kl_coef=0.25,
         kl_target=KLTarget.ROLLOUT,
         kl_ratio=KLRatio.LIVE,
         kl_clamp=(-1.0, 2.0),
         kl_log_ratio_clamp=(-3.0, 4.0),
         entropy_coef=0.125,
+        keep=Keep.RATIO,
+        keep_low=0.1,
+        keep_high=6.0,
+        keep_directional=True,
+        is_correction=Correction.MASK,
+        is_level=CorrectionLevel.GEOMETRIC,
+        is_low=0.3,
+        is_high=1.7,
+        is_reject=Reject.SEQUENCE,
+        is_reject_low=0.2,
+        is_reject_high=7.0,
+        is_missing_one=True,
+        obs_coef=0.75,
+        kl_forward=KLForward.K3,
+        kl_forward_coef=0.0625,
+        k_pos=1.5,
+        k_neg=2.25,
+        lambda_pos=3.25,
+        lambda_neg=4.25,
+        log_w_clamp=(-5.0, 6.0),
+        select_coef=0.375,
     )
-    expected = [2, 2, 2, 0.7, 1.4, 3.5, 2.5, -8, 9, 4, 0.25, 1, 2, 1, -1, 2, -3, 4, 0.125, 0, 0, 0, 0, 0]
+    expected = [2, 2, 2, 0.7, 1.4, 3.5, 2.5, -8, 9, 4, 0.25, 1, 2, 2, -1, 2, -3, 4, 0.125]
+    expected += [1, 1, 0.1, 6, 2, 2, 0.3, 1.7, 2, 0.2, 7, 1, -INF, INF, 0, 0, 0.375, 0.75, 2, 0.0625]
+    expected += [1.5, 2.25, 3.25, 4.25, -5, 6, 0, 0, 0]
     assert spec.encode() == expected
-    assert len(spec.encode()) == NPARAMS == 24
+    assert len(spec.encode()) == NPARAMS == 48
+    sapo = fusedpg.loss_spec("sapo", tau_pos=2.0, tau_neg=3.0).encode()
+    assert sapo[39:41] == [2, 3], "the shape parameters of sapo and vespo share their places"
     assert all(type(number) is float for number in spec.encode())
 
 
 def test_encode_defaults():
     bare = LossSpec("x", Surrogate.REINFORCE).encode()
-    assert bare == [0, 0, 0, -INF, INF, INF, INF, -INF, INF, 0, 0, 0, 0, 0, -INF, INF, -INF, INF, 0, 0, 0, 0, 0, 0]
+    none = (-INF, INF)
+    expected = [0, 0, 0, *none, INF, INF, *none, 0, 0, 0, 0, 0, *none, *none, 0]
+    expected += [0, 0, *none, 0, 0, *none, 0, *none, 0, *none, *[0] * 10, *none, 0, 0, 0]
+    assert bare == expected
 
 
 def test_encode_switches_an_inert_kl_off():
@@ -327,18 +520,20 @@ def test_encode_switches_an_inert_kl_off():
 
 
 def test_codes_are_fixed():
-    assert [s.value for s in Surrogate] == [0, 1, 2, 3]
-    assert {s.name: s.value for s in Surrogate} == {
-        "REINFORCE": 0,
-        "IMPORTANCE_RATIO": 1,
-        "CLIPPED_RATIO": 2,
-        "CISPO": 3,
-    }
+    names = ["REINFORCE", "IMPORTANCE_RATIO", "CLIPPED_RATIO", "CISPO", "SAPO", "TOPR", "VESPO"]
+    assert {s.name: s.value for s in Surrogate} == {name: i for i, name in enumerate(names)}
     assert {s.name: s.value for s in Level} == {"TOKEN": 0, "SEQUENCE": 1, "SEQUENCE_TOKEN": 2}
     assert {s.name: s.value for s in Anchor} == {"OLD": 0, "SELF": 1, "ROLLOUT": 2}
     assert {s.name: s.value for s in KL} == {"NONE": 0, "K1": 1, "K2": 2, "K3": 3, "ABS": 4}
     assert {s.name: s.value for s in KLTarget} == {"REF": 0, "ROLLOUT": 1}
     assert {s.name: s.value for s in KLRatio} == {"NONE": 0, "DETACHED": 1, "LIVE": 2}
+    assert {s.name: s.value for s in KLGradient} == {"OWN": 0, "STRAIGHT_THROUGH": 1, "SCORE": 2}
+    assert {s.name: s.value for s in KLForward} == {"NONE": 0, "SCORE": 1, "K3": 2}
+    assert {s.name: s.value for s in Keep} == {"NONE": 0, "RATIO": 1, "TV": 2, "KL": 3}
+    assert {s.name: s.value for s in Correction} == {"NONE": 0, "TRUNCATE": 1, "MASK": 2}
+    assert {s.name: s.value for s in CorrectionLevel} == {"TOKEN": 0, "SEQUENCE": 1, "GEOMETRIC": 2}
+    assert {s.name: s.value for s in Reject} == {"NONE": 0, "TOKEN": 1, "SEQUENCE": 2, "GEOMETRIC": 3}
+    assert {s.name: s.value for s in Selection} == {"NONE": 0, "CLIP_COV": 1, "KL_COV": 2}
 
 
 # ------------------------------------------------------------------ one function for every member, in three languages

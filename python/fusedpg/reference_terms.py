@@ -33,6 +33,11 @@ def clamp(d: Tensor, bounds: tuple[float, float]) -> Tensor:
     return torch.where(d < low, low, torch.where(d > high, high, d))
 
 
+def by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """`torch.where(condition, yes, no)` in the dtype of `like`: between two numbers torch would choose fp32."""
+    return torch.where(condition, torch.full_like(like, yes), no)
+
+
 # ---------------------------------------------------------------- the policy term
 
 
@@ -70,7 +75,7 @@ def cispo(logp: Tensor, d: Tensor, adv: Tensor, spec: LossSpec) -> Tensor:
 
 def sapo(d: Tensor, adv: Tensor, spec: LossSpec) -> Tensor:
     """-A*(4/tau)*sigmoid(tau*(r - 1)), tau = tau_pos if A > 0 else tau_neg."""
-    tau = torch.where(adv > 0, spec.tau_pos, spec.tau_neg).to(d.dtype)
+    tau = by_sign(adv > 0, spec.tau_pos, spec.tau_neg, d)
     flat = d.exp().isinf()  # the gate is 1 there and its derivative 0, not 0*inf
     gate = torch.sigmoid(tau * (torch.where(flat, d.detach(), d).exp() - 1))
     return -adv * (4.0 / tau) * torch.where(flat, gate.detach(), gate)
@@ -84,8 +89,8 @@ def topr(logp: Tensor, d: Tensor, adv: Tensor, spec: LossSpec) -> Tensor:
 
 def vespo(logp: Tensor, log_w: Tensor, adv: Tensor, spec: LossSpec) -> Tensor:
     """-sg[phi]*A*logp, log phi = lambda + k*log W - lambda*W."""
-    k = torch.where(adv >= 0, spec.k_pos, spec.k_neg)
-    rate = torch.where(adv >= 0, spec.lambda_pos, spec.lambda_neg)
+    k = by_sign(adv >= 0, spec.k_pos, spec.k_neg, log_w)
+    rate = by_sign(adv >= 0, spec.lambda_pos, spec.lambda_neg, log_w)
     phi = (rate + k * log_w - rate * log_w.exp()).exp()
     return -phi.detach() * adv * logp
 

@@ -22,7 +22,6 @@ _TRAINER = "needs a trainer adapter, which a later issue builds"
 
 #: cases without a test, and why
 WAITING: dict[int, str] = {
-    15: "correction weights computed from logp_rollout come with the next issue; `is_weights` is a finished stream",
     19: _HIDDEN + " (row compaction)",
     97: _HIDDEN,
     100: _HIDDEN + " (a cached copy of the weight)",
@@ -46,7 +45,6 @@ PARTLY: dict[int, str] = {
     45: _HIDDEN,
     46: _HIDDEN,
     48: _HIDDEN + " (frozen weight)",
-    60: "the product form belongs to correction weights, which come with the next issue",
     91: "a keep mask beside the logits is optional and not built; -inf columns say the same",
     92: "there is no helper that shifts targets: logits[i] scores targets[i]",
     99: _HIDDEN,

@@ -294,6 +294,61 @@ def test_case_014_infinite_old_logp(backend, name):
     assert torch.isfinite(visible.per_token[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("given", [False, True], ids=["formed", "given"])
+def test_case_015_missing_rollout_logp(backend, level, given):
+    """huggingface/trl#6693: a NaN for one token's rollout log-prob stopped the training."""
+    logp_old = [[-1.25, -1.5, -2.25]]
+    rollout = [[-1.0, NAN, -2.0]]
+    knobs = {} if given else {"is_correction": "truncate", "is_high": 2.0, "is_level": level}
+    spec = fusedpg.loss_spec("ppo_clip", is_missing="one", **knobs)
+
+    def call(logp_rollout):
+        logp = leaf([[-1.2, -1.4, -2.2]])
+        if given:
+            weights = (tensor(logp_old) - tensor(logp_rollout)).exp()
+            extra = {"is_weights": weights}
+        else:
+            extra = {"logp_rollout": tensor(logp_rollout)}
+        return from_logp(
+            spec, logp, logp_old=tensor(logp_old), advantages=tensor([[1.0, 2.0, 3.0]]), backend=backend, **extra
+        )
+
+    out, grad = call(rollout)
+    assert_finite(out, grad)
+    other, other_grad = call([[-1.0, -1.5, -2.0]])  # the same with a ratio of exactly 1
+    w = math.exp(-0.25)
+    ratio = (tensor([[-1.2, -1.4, -2.2]]) - tensor(logp_old)).exp()
+    if level == "geometric" and not given:  # the mean over the two tokens that have one
+        close(grad, -w * tensor([[1.0, 2.0, 3.0]]) * ratio)
+        return
+    assert_bits(out.per_token[:, [0, 2]], other.per_token[:, [0, 2]])
+    assert_bits(grad[:, [0, 2]], other_grad[:, [0, 2]])
+    if given or level == "token":
+        assert_bits(out.per_token, other.per_token)
+        assert_bits(grad, other_grad)
+        close(out.metrics["is_weight_mean"], w)  # over the two tokens that have a rollout log-prob
+        close(out.metrics["is_weight_max"], w)
+    elif level == "sequence":
+        close(grad, -w * w * tensor([[1.0, 2.0, 3.0]]) * ratio)
+    close(out.metrics["is_masked_frac"], 0.0)
+
+
+def test_case_015_without_the_option_it_stays_visible(backend):
+    """A NaN that nobody declared missing is an error of the caller, not a weight of 1."""
+    spec = fusedpg.loss_spec("ppo_clip", is_correction="truncate", is_high=2.0)
+    out, _ = from_logp(
+        spec,
+        leaf([[-1.0, -2.0]]),
+        logp_old=tensor([[-1.0, -2.0]]),
+        logp_rollout=tensor([[-1.0, NAN]]),
+        advantages=tensor([[1.0, 1.0]]),
+        backend=backend,
+    )
+    assert torch.isnan(out.loss)
+    assert torch.isfinite(out.per_token[0, 0])
+
+
 @pytest.mark.parametrize("vocab", [64, 1500])
 def test_case_016_broken_rows_stay_broken(backend, vocab):
     """triton-lang/triton#7349, tenstorrent/tt-metal#56056: NaN survives the max; masked rows are never read."""

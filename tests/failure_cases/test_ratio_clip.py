@@ -147,6 +147,21 @@ def test_case_060_sequence_ratio_is_a_mean(backend):
     close(out.metrics["ratio_mean"], math.exp(-0.002))  # 0.998; the sum would give 0.549
 
 
+@pytest.mark.parametrize(("level", "expected"), [("geometric", math.exp(-0.002)), ("sequence", math.exp(-0.6))])
+def test_case_060_correction_by_mean_or_by_product(backend, level, expected):
+    """The mean form 0.998 and the product form 0.549 of a correction weight are two options with two names."""
+    out, _ = from_logp(
+        fusedpg.loss_spec("ppo_clip", is_correction="truncate", is_high=2.0, is_level=level),
+        torch.full((1, 300), -1.0).requires_grad_(),
+        logp_old=torch.full((1, 300), -1.0),
+        logp_rollout=torch.full((1, 300), -0.998),
+        sequence_advantages=tensor([1.0]),
+        backend=backend,
+    )
+    close(out.metrics["is_weight_mean"], expected)
+    close(out.per_token, torch.full((1, 300), -expected))
+
+
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_case_061_sequence_ratio_overflow(backend, name, advantage):

@@ -87,8 +87,11 @@ class Report:
 
     @property
     def vocabulary_loops(self) -> tuple[Loop, ...]:
-        """The loops that stream logits with whole 16-byte vectors."""
-        return tuple(loop for loop in self.loops if loop.wide_loads)
+        """The loops that stream logits with whole 16-byte vectors.
+
+        A loop over tokens has many narrow loads; a compiler may merge neighbours of the spec into a wide one there.
+        """
+        return tuple(loop for loop in self.loops if loop.wide_loads and loop.wide_loads >= loop.narrow_loads)
 
     def row(self) -> dict[str, Any]:
         """What a table shows."""
