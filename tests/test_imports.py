@@ -14,23 +14,30 @@ KERNELS = ROOT / "kernels"
 
 #: module -> modules of the package that it may import; the command line may import anything, and nothing imports it
 ARROWS = {
-    "spec": set(),
-    "losses": {"spec"},
+    "axes": set(),
+    "spec_checks": {"axes"},
+    "spec": {"axes", "spec_checks"},
+    "knobs": {"spec"},
+    "losses": {"knobs", "spec"},
     "weights": {"spec"},
     "metrics": {"spec"},
     "validate": {"spec"},
-    "reference": {"spec"},
+    "reference_terms": {"spec"},
+    "reference": {"reference_terms", "spec"},
+    "selection": {"spec"},
     "dispatch": {"reference", "cpu", "gpu"},
     "cpu": {"_core", "spec"},
     "gpu": {"kernels", "spec"},
     "kernels": {"kernels", "spec"},
-    "ops": {"dispatch", "metrics", "spec"},
+    "ops": {"dispatch", "metrics", "selection", "spec"},
     "batch": {"ops", "spec", "validate", "weights"},
     "inplace": {"dispatch", "ops"},
     "outputs": {"batch", "metrics", "spec"},
     "rows": {"batch", "metrics", "ops", "reference", "spec", "validate"},
-    "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "spec", "validate"},
-    "__init__": {"functional", "losses", "metrics", "outputs", "spec"},
+    "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "selection", "spec", "validate"},
+    "__init__": {"functional", "losses", "metrics", "outputs", "presets", "spec"},
+    "presets": {"losses", "metrics", "presets", "spec"},
+    "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
 #: packages outside the standard library

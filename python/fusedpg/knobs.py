@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from .spec import (
     INF,
@@ -23,9 +24,6 @@ from .spec import (
     Reject,
 )
 
-if TYPE_CHECKING:
-    from .losses import LossEntry
-
 ENTROPY = frozenset({"entropy_coef"})
 OBSERVATION = frozenset({"obs_coef"})
 KL_OPTIONS = frozenset({"kl_target", "kl_ratio", "kl_gradient", "kl_clamp", "kl_log_ratio_clamp"})
@@ -38,6 +36,80 @@ CORRECTION = _REJECT | {"is_correction", "is_level", "is_low", "is_high", "is_mi
 
 #: keeps exp finite in fp32; unchanged bits inside; verl and rLLM run the same
 TOKEN_CLAMP = (-20.0, 20.0)
+
+
+# ------------------------------------------------------------------ bounds of the ratio
+
+
+def ratio_band(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """`epsilon_low/high` or `clip_low/high` to absolute bounds.
+
+    A bound not named keeps the entry's default; `epsilon_high=None` beside an `epsilon_low` is symmetric;
+    None elsewhere, inf, and an `epsilon_low` of 1 or more (no ratio is negative) mean no bound.
+    """
+    eps, clip = _one_pair(knobs)
+    bounds: dict[str, Any] = {}
+    if "clip_low" in clip:
+        bounds["clip_low"] = -INF if clip["clip_low"] is None else number("clip_low", clip["clip_low"])
+    if "clip_high" in clip:
+        bounds["clip_high"] = INF if clip["clip_high"] is None else number("clip_high", clip["clip_high"])
+    low, high = eps.get("epsilon_low"), eps.get("epsilon_high")
+    if "epsilon_low" in eps:
+        bounds["clip_low"] = -INF if low is None else 1.0 - float(low)
+    if "epsilon_high" in eps:
+        high = low if high is None else high
+        bounds["clip_high"] = INF if high is None else 1.0 + float(high)
+    return bounds
+
+
+def log_band(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """`epsilon_low/high` to bounds of a token's log-ratio: (-epsilon_low, epsilon_high)."""
+    eps, clip = _one_pair(knobs)
+    if clip:
+        key = next(iter(clip))
+        raise ValueError(f"{key}: this loss clips the log-ratio, not the ratio; got {clip[key]}; pass epsilon_low/high")
+    if not eps:
+        return {}
+    if set(eps) != {"epsilon_low", "epsilon_high"}:
+        raise ValueError(f"{next(iter(eps))}: expected epsilon_low and epsilon_high together; got one of them")
+    low, high = eps["epsilon_low"], eps["epsilon_high"]
+    high = low if high is None else high
+    return {"token_clip": (-INF if low is None else -float(low), INF if high is None else float(high))}
+
+
+def _one_pair(knobs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    eps = {key: knobs[key] for key in ("epsilon_low", "epsilon_high") if key in knobs}
+    clip = {key: knobs[key] for key in ("clip_low", "clip_high") if key in knobs}
+    if eps and clip:
+        raise ValueError(
+            f"{next(iter(eps))}: expected either epsilon_low/epsilon_high or clip_low/clip_high; got both; "
+            "remove one pair"
+        )
+    for key, value in eps.items():
+        if value is not None and number(key, value) < 0:
+            raise ValueError(f"{key}: expected a distance >= 0 from ratio 1; got {value}")
+    return eps, clip
+
+
+# ------------------------------------------------------------------ a loss and its knobs
+
+
+@dataclass(frozen=True)
+class LossEntry:
+    """What the catalogue knows of one loss: default spec, formula and gradient per token, source, knobs."""
+
+    spec: LossSpec
+    formula: str
+    #: d(formula)/d(logp), what every row hands to the vocabulary's backward pass before its weight
+    gradient: str
+    source: str
+    knobs: frozenset[str]
+    #: knobs of this loss alone, under the name that its paper or trainer gives them
+    own: Mapping[str, Callable[[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    #: how epsilon_low/high and clip_low/high become bounds
+    band: Callable[[Mapping[str, Any]], dict[str, Any]] = ratio_band
+    #: knobs without a default
+    required: frozenset[str] = frozenset()
 
 
 def apply_knobs(name: str, entry: LossEntry, knobs: Mapping[str, Any]) -> LossSpec:
@@ -93,59 +165,6 @@ def _warn_of_inert(spec: LossSpec, knobs: Mapping[str, Any]) -> None:
         inert("keep_directional", "the loss has no keep mask; pass keep")
     if "anchor" in knobs and spec.surrogate.name == "REINFORCE" and spec.penalty_coef == 0 and not spec.has_correction:
         inert("anchor", f"the loss {spec.name!r} forms no ratio; pass is_correction")
-
-
-# ------------------------------------------------------------------ bounds of the ratio
-
-
-def ratio_band(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """`epsilon_low/high` or `clip_low/high` to absolute bounds.
-
-    A bound not named keeps the entry's default; `epsilon_high=None` beside an `epsilon_low` is symmetric;
-    None elsewhere, inf, and an `epsilon_low` of 1 or more (no ratio is negative) mean no bound.
-    """
-    eps, clip = _one_pair(knobs)
-    bounds: dict[str, Any] = {}
-    if "clip_low" in clip:
-        bounds["clip_low"] = -INF if clip["clip_low"] is None else number("clip_low", clip["clip_low"])
-    if "clip_high" in clip:
-        bounds["clip_high"] = INF if clip["clip_high"] is None else number("clip_high", clip["clip_high"])
-    low, high = eps.get("epsilon_low"), eps.get("epsilon_high")
-    if "epsilon_low" in eps:
-        bounds["clip_low"] = -INF if low is None else 1.0 - float(low)
-    if "epsilon_high" in eps:
-        high = low if high is None else high
-        bounds["clip_high"] = INF if high is None else 1.0 + float(high)
-    return bounds
-
-
-def log_band(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """`epsilon_low/high` to bounds of a token's log-ratio: (-epsilon_low, epsilon_high)."""
-    eps, clip = _one_pair(knobs)
-    if clip:
-        key = next(iter(clip))
-        raise ValueError(f"{key}: this loss clips the log-ratio, not the ratio; got {clip[key]}; pass epsilon_low/high")
-    if not eps:
-        return {}
-    if set(eps) != {"epsilon_low", "epsilon_high"}:
-        raise ValueError(f"{next(iter(eps))}: expected epsilon_low and epsilon_high together; got one of them")
-    low, high = eps["epsilon_low"], eps["epsilon_high"]
-    high = low if high is None else high
-    return {"token_clip": (-INF if low is None else -float(low), INF if high is None else float(high))}
-
-
-def _one_pair(knobs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    eps = {key: knobs[key] for key in ("epsilon_low", "epsilon_high") if key in knobs}
-    clip = {key: knobs[key] for key in ("clip_low", "clip_high") if key in knobs}
-    if eps and clip:
-        raise ValueError(
-            f"{next(iter(eps))}: expected either epsilon_low/epsilon_high or clip_low/clip_high; got both; "
-            "remove one pair"
-        )
-    for key, value in eps.items():
-        if value is not None and number(key, value) < 0:
-            raise ValueError(f"{key}: expected a distance >= 0 from ratio 1; got {value}")
-    return eps, clip
 
 
 # ------------------------------------------------------------------ one knob each

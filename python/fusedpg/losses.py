@@ -7,36 +7,18 @@ iterate over `CATALOGUE`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from . import knobs as k
+from .knobs import LossEntry
 from .spec import INF, KL, Anchor, Keep, Level, LossSpec, Selection, Surrogate
 
 _COMMON = k.ENTROPY | k.KL_KNOBS | k.REDUCTION | k.CORRECTION | k.OBSERVATION
 _RATIO = _COMMON | k.KEEP | {"anchor", "log_ratio_clamp"}
 _BAND = _RATIO | k.BAND
 _CLIP = _BAND | {"dual_clip", "delta"}
-
-
-@dataclass(frozen=True)
-class LossEntry:
-    """What the catalogue knows of one loss: default spec, formula and gradient per token, source, knobs."""
-
-    spec: LossSpec
-    formula: str
-    #: d(formula)/d(logp), what every row hands to the vocabulary's backward pass before its weight
-    gradient: str
-    source: str
-    knobs: frozenset[str]
-    #: knobs of this loss alone, under the name that its paper or trainer gives them
-    own: Mapping[str, Callable[[str, Any], dict[str, Any]]] = field(default_factory=dict)
-    #: how epsilon_low/high and clip_low/high become bounds
-    band: Callable[[Mapping[str, Any]], dict[str, Any]] = k.ratio_band
-    #: knobs without a default
-    required: frozenset[str] = frozenset()
 
 
 ENTRIES: dict[str, LossEntry] = {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from typing import Any
 
-from .spec import (
-    INF,
+from .axes import (
     KL,
     REDUCTION_ALIASES,
     REDUCTIONS,
@@ -15,17 +15,19 @@ from .spec import (
     Keep,
     KLForward,
     Level,
-    LossSpec,
     Reject,
     Selection,
     Surrogate,
 )
 
+INF = math.inf
+#: fields that are (low, high)
+_CLAMPS = ("log_ratio_clamp", "token_clip", "log_w_clamp", "kl_clamp", "kl_log_ratio_clamp")
 #: surrogates without a ratio of their own
 _NO_SEQUENCE_LEVEL = (Surrogate.REINFORCE, Surrogate.VESPO)
 
 
-def check(spec: LossSpec) -> None:
+def check(spec: Any) -> None:
     """Raise ValueError, naming the field, for a spec that means nothing."""
     _check_numbers(spec)
     _check_reduction(spec)
@@ -35,17 +37,17 @@ def check(spec: LossSpec) -> None:
     _check_terms(spec)
 
 
-def _check_numbers(spec: LossSpec) -> None:
-    for f in fields(LossSpec):
+def _check_numbers(spec: Any) -> None:
+    for f in fields(spec):
         value = getattr(spec, f.name)
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"{f.name}: expected a number; got nan")
-        if isinstance(value, tuple):
-            lo, hi = value
-            if math.isnan(lo) or math.isnan(hi) or lo > hi:
-                raise ValueError(f"{f.name}: expected (low, high) with low <= high; got {value}")
         if f.name.endswith("_coef") and not math.isfinite(value):
             raise ValueError(f"{f.name}: expected a finite number; got {value}")
+    for name in _CLAMPS:
+        lo, hi = getattr(spec, name)
+        if math.isnan(lo) or math.isnan(hi) or lo > hi:
+            raise ValueError(f"{name}: expected (low, high) with low <= high; got {(lo, hi)}")
     for low, high in (
         ("clip_low", "clip_high"),
         ("keep_low", "keep_high"),
@@ -58,7 +60,7 @@ def _check_numbers(spec: LossSpec) -> None:
             raise ValueError(f"{low}: expected {low} <= {high}; got {low}={a}, {high}={b}")
 
 
-def _check_reduction(spec: LossSpec) -> None:
+def _check_reduction(spec: Any) -> None:
     if spec.reduction not in REDUCTIONS:
         valid = ", ".join((*REDUCTIONS, *REDUCTION_ALIASES))
         raise ValueError(f"reduction: expected one of {valid}; got {spec.reduction!r}")
@@ -75,7 +77,7 @@ def _check_reduction(spec: LossSpec) -> None:
         )
 
 
-def _check_policy(spec: LossSpec) -> None:
+def _check_policy(spec: Any) -> None:
     name = spec.surrogate.name.lower()
     if spec.level != Level.TOKEN and spec.surrogate in _NO_SEQUENCE_LEVEL:
         raise ValueError(
@@ -107,7 +109,7 @@ def _check_policy(spec: LossSpec) -> None:
         raise ValueError(f"penalty_coef: expected a number >= 0; got {spec.penalty_coef}")
 
 
-def _check_keep(spec: LossSpec) -> None:
+def _check_keep(spec: Any) -> None:
     bounds = (spec.keep_low, spec.keep_high)
     if spec.keep == Keep.NONE:
         if bounds != (-INF, INF):
@@ -121,7 +123,7 @@ def _check_keep(spec: LossSpec) -> None:
         )
 
 
-def _check_correction(spec: LossSpec) -> None:
+def _check_correction(spec: Any) -> None:
     for switch, low, high in (("is_correction", "is_low", "is_high"), ("is_reject", "is_reject_low", "is_reject_high")):
         off = getattr(spec, switch) in (Correction.NONE, Reject.NONE)
         bounds = (getattr(spec, low), getattr(spec, high))
@@ -139,7 +141,7 @@ def _check_correction(spec: LossSpec) -> None:
         raise ValueError("is_reject: expects is_reject_low or is_reject_high; got neither")
 
 
-def _check_terms(spec: LossSpec) -> None:
+def _check_terms(spec: Any) -> None:
     if spec.kl_coef < 0:
         raise ValueError(f"kl_coef: expected a finite number >= 0; got {spec.kl_coef}")
     if spec.kl_coef != 0.0 and spec.kl == KL.NONE:

@@ -146,3 +146,57 @@ def _run_bench(options: bench.Options, info: dict[str, Any], markdown: bool) -> 
             else:
                 section.show(console)
     return sections
+
+
+@app.command("losses")
+def losses_command(
+    name: Annotated[str | None, typer.Argument(help="One loss in full; without it, the table of all.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the documentation page instead.")] = False,
+) -> None:
+    """The catalogue: formulas, gradients, knobs with their defaults, sources, and the trainers that run each loss."""
+    from ..losses import ALIASES, ENTRIES
+    from . import catalogue
+
+    if markdown:
+        print(catalogue.markdown(), end="")
+    elif name is None:
+        catalogue.show_table(make_console())
+    elif name in ENTRIES or name in ALIASES:
+        catalogue.show_entry(make_console(), name)
+    else:
+        known = ", ".join((*ENTRIES, *ALIASES))
+        Console(stderr=True).print(f"NAME: expected one of {known}; got {name!r}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2)
+
+
+@app.command("parity")
+def parity_command(
+    trainer: Annotated[list[str] | None, typer.Argument(help="Oracles to run: verl, trl, polgrad, liger, ...")] = None,
+    backend: Annotated[str, typer.Option(help="auto, cpu, triton or reference.")] = "auto",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
+) -> None:
+    """Compare every preset with its trainer's own code (or its formula in fp64), in value and in gradient.
+
+    Exits with 1 when any row differs.
+    """
+    from ..certify import ORACLES, rows_of
+    from . import parity
+
+    wanted = trainer or list(ORACLES)
+    unknown = sorted(set(wanted) - set(ORACLES))
+    if unknown:
+        Console(stderr=True).print(f"expected some of {', '.join(ORACLES)}; got {unknown[0]!r}", highlight=False)
+        raise typer.Exit(2)
+    rows = []
+    with progress_bar(make_console(stderr=True)) as progress:
+        task = progress.add_task("importing", total=None)
+        for oracle in wanted:
+            for row in rows_of(oracle, backend):
+                rows.append(row)
+                progress.update(task, advance=1, description=f"{row.trainer} {row.loss}"[:40])
+    if markdown:
+        print(parity.markdown(rows), end="")
+    else:
+        parity.show(make_console(), rows)
+    if any(row.verdict == "differs" for row in rows):
+        raise typer.Exit(1)
