@@ -47,7 +47,7 @@ class Shape:
 # 128-bit loads a thread keep about 32 KB in flight on an SM with two programs, and two rows a multiprocessor in L2.
 VOCABULARY = Shape(block=8192, threads=512, chunk=32768)
 TOKENS = Shape(block=512, threads=256)
-SEQUENCE = Shape(block=1024, threads=512)
+SEQUENCE = Shape(block=512, threads=512)
 FINISH = Shape(block=64, threads=256)
 
 _REGISTERS = 65536  # 32-bit registers of an NVIDIA multiprocessor
