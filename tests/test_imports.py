@@ -36,7 +36,7 @@ ARROWS = {
     "rows": {"batch", "metrics", "ops", "reference", "spec", "validate"},
     "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "selection", "spec", "validate"},
     "__init__": {"functional", "losses", "metrics", "outputs", "presets", "spec"},
-    "presets": {"losses", "metrics", "presets", "spec"},
+    "presets": {"knobs", "losses", "metrics", "presets", "spec"},
     "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
@@ -46,6 +46,11 @@ OUTSIDE = {
     "losses": set(),
     "gpu": {"torch", "triton"},
     "kernels": {"torch", "triton"},
+    "axes": set(),
+    "spec_checks": set(),
+    "knobs": set(),
+    "presets": set(),
+    "certify": {"liger_kernel", "omegaconf", "polgrad", "torch", "trl", "verl"},
 }
 
 
@@ -56,9 +61,16 @@ def module_name(path: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
+def package_of(path: Path) -> str:
+    """The dotted package that holds a file."""
+    if KERNELS in path.parents:
+        return "fusedpg.kernels"
+    return ".".join(("fusedpg", *path.relative_to(PACKAGE).parts[:-1]))
+
+
 def imported(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it, as an absolute dotted name."""
-    package = "fusedpg.kernels" if KERNELS in path.parents else "fusedpg"
+    package = package_of(path)
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -67,7 +79,7 @@ def imported(path: Path) -> set[str]:
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             base = ".".join(p for p in (base, node.module) if p)
-            if base in ("fusedpg", "fusedpg.kernels"):
+            if base in ("fusedpg", package):
                 names |= {f"{base}.{alias.name}" for alias in node.names}
             else:
                 names.add(base)

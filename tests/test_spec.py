@@ -538,46 +538,51 @@ def test_codes_are_fixed():
 
 # ------------------------------------------------------------------ one function for every member, in three languages
 
-FUNCTIONS = [member.name.lower() for member in Surrogate] + [f"kl_{member.name.lower()}" for member in KL if member]
-SHARED = ["clamp_log_ratio", "surrogate", "kl_term", *FUNCTIONS]
+#: terms that all three write, in the order of the files
+TERMS = [
+    *(member.name.lower() for member in Surrogate),
+    "surrogate",
+    "clip_tokens",
+    "binary_kl",
+    "dropped",
+    *(f"kl_{member.name.lower()}" for member in KL if member),
+    "kl_term",
+    *(f"kl_forward_{member.name.lower()}" for member in KLForward if member),
+    "kl_forward",
+]
+WEIGHTS = ["bound_weight", "rejected", "correction_weight"]
+PATTERNS = {"csrc": (r"^FPG_FN .*?(\w+)\(", "*.h"), "kernels": (r"^def (\w+)\(", "*.py")}
 
 
 def source(path: str) -> str:
     return (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize("name", SHARED)
+def functions(folder: str) -> list[str]:
+    """Every function of a backend, file by file."""
+    pattern, files = PATTERNS[folder]
+    texts = [path.read_text() for path in sorted((ROOT / folder).glob(files))]
+    return [name for text in texts for name in re.findall(pattern, text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", [*TERMS, *WEIGHTS])
 def test_reference_has_the_function(name):
-    assert callable(getattr(reference, name, None)), f"write reference.{name}"
+    assert callable(getattr(reference_terms, name, None)), f"write reference_terms.{name}"
 
 
-@pytest.mark.parametrize("name", [*SHARED, "token_terms"])
-def test_cpp_has_the_function(name):
-    assert re.search(rf"^FPG_FN \S+(<\w+>)? {name}\(", source("csrc/terms.h"), re.MULTILINE), (
-        f"write {name} in csrc/terms.h"
-    )
-
-
-@pytest.mark.parametrize("name", [*SHARED, "token_terms"])
-def test_triton_has_the_function(name):
-    assert re.search(rf"^@triton\.jit\ndef {name}\(", source("kernels/terms.py"), re.MULTILINE), (
-        f"write {name} in kernels/terms.py"
-    )
+@pytest.mark.parametrize("folder", ["csrc", "kernels"])
+@pytest.mark.parametrize("name", [*TERMS, *WEIGHTS, "token_terms"])
+def test_backends_have_the_function(name, folder):
+    assert name in functions(folder), f"write {name} in {folder}"
 
 
 def test_functions_come_in_the_same_order():
-    patterns = {
-        "csrc/terms.h": r"^FPG_FN .*?(\w+)\(",
-        "kernels/terms.py": r"^def (\w+)\(",
-        "python/fusedpg/reference.py": r"^def (\w+)\(",
-    }
-    orders = {
-        path: [name for name in re.findall(pattern, source(path), re.MULTILINE) if name in SHARED]
-        for path, pattern in patterns.items()
-    }
-    assert orders["csrc/terms.h"] == orders["kernels/terms.py"]
-    assert sorted(orders["python/fusedpg/reference.py"]) == sorted(SHARED)
-    assert orders["csrc/terms.h"] == orders["python/fusedpg/reference.py"]
+    def ordered(path, pattern):
+        return [name for name in re.findall(pattern, source(path), re.MULTILINE) if name in TERMS]
+
+    assert ordered("csrc/terms.h", PATTERNS["csrc"][0]) == TERMS
+    assert ordered("kernels/terms.py", PATTERNS["kernels"][0]) == TERMS
+    assert ordered("python/fusedpg/reference_terms.py", r"^def (\w+)\(") == TERMS
 
 
 def cpp_enum(name: str) -> dict[str, int]:
@@ -595,6 +600,13 @@ def cpp_enum(name: str) -> dict[str, int]:
         (KL, "Kl"),
         (KLTarget, "KlTarget"),
         (KLRatio, "KlRatio"),
+        (KLGradient, "KlGradient"),
+        (KLForward, "KlForward"),
+        (Keep, "Keep"),
+        (Correction, "Correction"),
+        (CorrectionLevel, "CorrectionLevel"),
+        (Reject, "Reject"),
+        (Selection, "Selection"),
     ],
 )
 def test_cpp_codes(enum, name):
@@ -618,12 +630,38 @@ PARAMETERS = [
     "KL_COEF",
     "KL_TARGET",
     "KL_RATIO",
-    "KL_STRAIGHT_THROUGH",
+    "KL_GRADIENT",
     "KL_LO",
     "KL_HI",
     "KL_LOG_RATIO_LO",
     "KL_LOG_RATIO_HI",
     "ENTROPY_COEF",
+    "KEEP",
+    "KEEP_DIRECTIONAL",
+    "KEEP_LOW",
+    "KEEP_HIGH",
+    "CORRECTION",
+    "CORRECTION_LEVEL",
+    "CORRECTION_LOW",
+    "CORRECTION_HIGH",
+    "REJECT",
+    "REJECT_LOW",
+    "REJECT_HIGH",
+    "MISSING_ONE",
+    "TOKEN_CLIP_LO",
+    "TOKEN_CLIP_HI",
+    "PENALTY_COEF",
+    "SELECTION",
+    "SELECT_COEF",
+    "OBS_COEF",
+    "KL_FORWARD",
+    "KL_FORWARD_COEF",
+    "SHAPE_POS",
+    "SHAPE_NEG",
+    "LAMBDA_POS",
+    "LAMBDA_NEG",
+    "LOG_W_LO",
+    "LOG_W_HI",
 ]
 
 
@@ -636,7 +674,7 @@ def test_cpp_parameter_indices():
 def test_triton_parameter_indices():
     got = {
         n: int(i)
-        for n, i in re.findall(r"^([A-Z_]+) = tl\.constexpr\((\d+)\)$", source("kernels/terms.py"), re.MULTILINE)
+        for n, i in re.findall(r"^([A-Z_]+) = tl\.constexpr\((\d+)\)$", source("kernels/codes.py"), re.MULTILINE)
     }
     assert {name: got.get(name) for name in PARAMETERS} == {name: i for i, name in enumerate(PARAMETERS)}
 
@@ -648,27 +686,47 @@ def test_cpp_metric_positions():
     assert [name for name in SUM_NAMES if f"S_{name.upper()}" in got][:2] == ["numerator", "tokens"]
 
 
-@pytest.mark.parametrize(
-    "name", [n.name for n in dataclasses.fields(LossSpec) if n.name not in ("name", "reduction", "max_tokens")]
-)
+#: read by fusedpg.weights and fusedpg.selection, not by the kernels
+PYTHON_ONLY = ("name", "reduction", "max_tokens", "select_ratio", "select_low", "select_high")
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(LossSpec) if f.name not in PYTHON_ONLY])
 def test_every_field_reaches_the_kernels(name):
-    """Changing any field that is not about reductions changes the encoding."""
-    base = LossSpec("x", Surrogate.CLIPPED_RATIO, kl=KL.K1, kl_coef=0.5)
-    other = {
-        "surrogate": Surrogate.CISPO,
-        "level": Level.SEQUENCE,
-        "anchor": Anchor.SELF,
-        "clip_low": 0.5,
-        "clip_high": 2.0,
-        "dual_clip": 2.0,
-        "delta": 2.0,
-        "kl": KL.K2,
-        "kl_straight_through": True,
-        "kl_coef": 0.25,
-        "kl_target": KLTarget.ROLLOUT,
-        "kl_ratio": KLRatio.LIVE,
-        "entropy_coef": 0.5,
-    }.get(name, (-1.0, 1.0))
+    """Changing any field that the kernels read changes the encoding."""
+    base = LossSpec(
+        "x",
+        Surrogate.CLIPPED_RATIO,
+        kl=KL.K1,
+        kl_coef=0.5,
+        kl_forward=KLForward.K3,
+        kl_forward_coef=0.5,
+        keep=Keep.RATIO,
+        keep_low=0.5,
+        keep_high=1.5,
+        is_correction=Correction.TRUNCATE,
+        is_low=0.5,
+        is_high=1.5,
+        is_reject=Reject.TOKEN,
+        is_reject_low=0.5,
+        is_reject_high=1.5,
+    )
+    if name.startswith("tau_"):
+        base = base.replace(surrogate=Surrogate.SAPO)
+    elif name == "token_clip":
+        base = base.replace(level=Level.SEQUENCE)
+    elif name == "selection":
+        base = base.replace(select_ratio=0.1)
+    value = getattr(base, name)
+    if isinstance(value, tuple):
+        other = (-1.0, 1.0)
+    elif isinstance(value, bool):
+        other = not value
+    elif name.endswith("_low"):
+        other = 0.75
+    elif isinstance(value, float):
+        other = 2.0
+    else:
+        other = list(type(value))[1 if value != list(type(value))[1] else 2]
     changed = [
         i for i, (a, b) in enumerate(zip(base.encode(), base.replace(**{name: other}).encode(), strict=True)) if a != b
     ]
