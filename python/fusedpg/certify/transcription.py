@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,10 +65,12 @@ class Case:
     token_advantages: bool = False
     #: where the kind `ties` puts its ratios: on 1 - clip and 1 + clip
     clip: float = 0.2
-    #: a part of the selected tokens becomes the observation mask
-    observes: bool = False
+    #: the observation mask: "apart" turns a part of the selected tokens into it, "same" is the mask itself
+    observes: str = ""
+    #: the sampler is the policy of `logp_old`: for a ratio anchored on `logp_rollout`
+    sampler_is_old: bool = False
     #: arguments of policy_loss to leave out, for a trainer that does not have them
-    without: tuple[str, ...] = field(default=())
+    without: tuple[str, ...] = ()
 
 
 def rows_of_cases(preset: Callable[..., TrainerSpec], cases: Iterable[Case], backend: str = "auto") -> Iterator[Row]:
@@ -85,8 +87,10 @@ def difference(case: Case, spec: TrainerSpec, backend: str = "auto") -> Differen
     for kind in case.kinds:
         for per_token in (False, True)[: 1 + case.token_advantages]:
             batch = make_policy_batch(kind, clip=case.clip)
-            obs_mask = torch.zeros_like(batch.mask)
-            if case.observes:
+            if case.sampler_is_old:
+                batch = replace(batch, logp_rollout=batch.logp_old)
+            obs_mask = batch.mask if case.observes == "same" else torch.zeros_like(batch.mask)
+            if case.observes == "apart":
                 batch, obs_mask = _with_observations(batch)
             _compare(found, case, spec, batch, obs_mask, per_token, backend)
     return found
@@ -175,8 +179,7 @@ def _entropy(logp: Tensor) -> Tensor:
 def _with_observations(batch: PolicyBatch) -> tuple[PolicyBatch, Tensor]:
     """Every third selected place observes instead of acting: (the batch, the observation mask)."""
     third = torch.arange(batch.mask.numel()).view_as(batch.mask) % 3 == 2
-    values = {**vars(batch), "mask": batch.mask & ~third}
-    return PolicyBatch(**values), batch.mask & third
+    return replace(batch, mask=batch.mask & ~third), batch.mask & third
 
 
 def _side_of_ties(
