@@ -65,9 +65,11 @@ class Difference:
             (want,) = torch.autograd.grad(loss, other, allow_unused=True)
         got = torch.zeros_like(other) if grad is None else grad.double()
         expected = torch.zeros_like(got) if want is None else want.double()
-        size = max(abs(float(loss)), terms_size(spec, batch, out, normalizer), 1e-30)
+        size = max(abs(float(loss.detach())), terms_size(spec, batch, out, normalizer), 1e-30)
         largest = max(float(expected.abs().max()), 1e-30)
-        self._note(abs(float(out.loss) - float(loss)) / size, float((got - expected).abs().max()) / largest)
+        self._note(
+            abs(float(out.loss.detach()) - float(loss.detach())) / size, float((got - expected).abs().max()) / largest
+        )
 
     def _note(self, value: float, gradient: float) -> None:
         """A NaN counts as infinitely far."""
