@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+import fusedpg
 from fusedpg import gpu
 from fusedpg.kernels import launch
 from fusedpg.kernels.arguments import spec_tensor
@@ -16,6 +17,32 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 N, V = 6, 1003  # odd: every row has another alignment
 # nothing is clipped: a clipped row has no gradient and would not be read again
 SPEC = {level: LossSpec("x", Surrogate.CLIPPED_RATIO, level=level, clip_low=0.0, clip_high=1e9) for level in Level}
+
+WIDE = {"is_correction": "truncate", "is_low": 0.1, "is_high": 1e9}
+#: losses whose token needs its own row alone, with bounds that drop nothing
+LOCAL = {
+    "sapo": {},
+    "topr": {},
+    "dppo_tv": {"delta": 0.9},
+    "dppo_kl": {"delta": 90.0},
+    "icepop": {"alpha": 0.0, "beta": 1e9},
+    "ipo": {"delta": 0.9},
+    "dro": {"beta": 0.1},
+    "reinforce_kl": {"kl_forward": "k3", "kl_forward_coef": 0.1},
+    "cispo": {**WIDE, "is_reject": "token", "is_reject_high": 1e9},
+}
+#: losses with sums over sequences
+BY_SEQUENCE = {
+    "gmpo": {"epsilon_low": 9.0, "epsilon_high": 9.0},
+    "vespo": {"lambda_pos": 0.1, "lambda_neg": 0.1},
+    "luspo": {"clip_low": 0.0, "clip_high": 1e9},
+    "cispo": {**WIDE, "is_level": "sequence"},
+    "reinforce": {"is_reject": "geometric", "is_reject_high": 1e9},
+}
+
+
+def losses(table):
+    return [pytest.param(fusedpg.loss_spec(name, **knobs), id=name) for name, knobs in table.items()]
 
 
 @pytest.fixture(autouse=True)
@@ -39,20 +66,25 @@ class Run:
         self.targets = torch.randint(0, V, (N,), generator=generator)
         self.w = torch.ones(N)
         self.adv = torch.randn(N, generator=generator)
-        self.old = torch.full((N,), -7.0)
+        self.old, self.ref, self.rollout = (torch.full((N,), -7.0) for _ in range(3))
+        self.obs = None
         self.cu = torch.tensor([0, N // 2, N])
         self.scale = torch.tensor(0.5)
 
-    def loss(self, level, out):
-        inputs = {"logits": self.logits, "targets": self.targets, "w": self.w, "adv": self.adv, "old": self.old}
-        inputs |= {"cu": self.cu, "scale": self.scale}
+    def loss(self, spec, out):
+        spec = SPEC[spec] if isinstance(spec, Level) else spec
+        ref = self.ref if spec.needs_logp_ref else None
+        rollout = self.rollout if spec.needs_logp_rollout else None
+        streams = {"adv": self.adv, "old": self.old, "ref": ref, "rollout": rollout, "weights": None, "obs": self.obs}
+        inputs = {"logits": self.logits, "targets": self.targets, "w": self.w, "scale": self.scale, "cu": self.cu}
+        inputs |= {name: stream for name, stream in streams.items() if stream is not None}
         if out is not None and out is not self.logits:
             inputs["out"] = out
-        spec = SPEC[level].encode()
+        numbers = spec.encode()
         with GlobalTraffic(**inputs) as traffic, named_allocations(traffic):
-            traffic.name("spec", spec_tensor(tuple(spec), self.logits.device))
+            traffic.name("spec", spec_tensor(tuple(numbers), self.logits.device))
             gpu.loss_forward(
-                spec, self.logits, self.targets, self.w, self.scale, self.adv, self.old, None, None, None, self.cu,
+                numbers, self.logits, self.targets, self.w, self.scale, [*streams.values(), None], self.cu,
                 None, 1.0, 0.0, 1.0, False, out,
             )  # fmt: skip
         assert traffic.outside == []
@@ -70,7 +102,13 @@ class named_allocations:
 
     def __enter__(self):
         self.kept, self.patch = [], pytest.MonkeyPatch()
-        for owner, name in [(torch, "empty"), (torch, "zeros"), (torch, "empty_like"), (torch.Tensor, "new_zeros")]:
+        for owner, name in [
+            (torch, "empty"),
+            (torch, "zeros"),
+            (torch, "empty_like"),
+            (torch.Tensor, "new_zeros"),
+            (torch.Tensor, "new_ones"),
+        ]:
             self.patch.setattr(owner, name, self._wrap(getattr(owner, name)))
 
     def _wrap(self, make):
@@ -98,10 +136,11 @@ def test_forward_reads_the_logits_once(split):
     assert traffic.written("logits") == 0
 
 
-def test_one_pass_touches_four_bytes_a_logit():
+@pytest.mark.parametrize("spec", [pytest.param(SPEC[Level.TOKEN], id="ppo_clip"), *losses(LOCAL)])
+def test_one_pass_touches_four_bytes_a_logit(spec):
     run = Run()
     out = torch.empty_like(run.logits)
-    traffic = run.loss(Level.TOKEN, out)
+    traffic = run.loss(spec, out)
     unique = traffic.unique("load", "logits") + traffic.unique("store", "out")
     assert run.per_logit(unique) == pytest.approx(4.0, abs=SHARED)
     # the second read of a row follows its first at once: at worst it misses every cache
@@ -109,10 +148,14 @@ def test_one_pass_touches_four_bytes_a_logit():
     assert traffic.written("out") == N * V * 2
 
 
-@pytest.mark.parametrize("level", [Level.SEQUENCE, Level.SEQUENCE_TOKEN], ids=str)
-def test_sequence_level_reads_twice_and_writes_once(level, split):
+SEQUENCE = [pytest.param(SPEC[level], id=level.name) for level in Level if level != Level.TOKEN]
+
+
+@pytest.mark.parametrize("spec", [*SEQUENCE, *losses(BY_SEQUENCE)])
+def test_sums_over_sequences_read_twice_and_write_once(spec, split):
     run = Run()
-    traffic = run.loss(level, torch.empty_like(run.logits))
+    assert spec.needs_segments
+    traffic = run.loss(spec, torch.empty_like(run.logits))
     assert run.per_logit(traffic.read("logits")) == pytest.approx(4.0 + GATHER)
     assert run.per_logit(traffic.written("out")) == pytest.approx(2.0)
 
@@ -135,6 +178,33 @@ def test_masked_rows_are_never_read(level, split):
     assert not traffic.touched("logits", run.logits[0, 1])
     assert not traffic.touched("logits", run.logits[1, 1])
     assert traffic.written("out") == N * V * 2
+
+
+@pytest.mark.parametrize("level", list(Level), ids=str)
+def test_rows_that_only_observe_are_read(level, split):
+    """Weight 0 and an observation weight: read like any other; neither: untouched."""
+    run = Run()
+    run.w[1] = run.w[4] = 0.0
+    run.adv[1] = run.old[1] = torch.nan  # no policy stream of the row counts
+    run.obs = torch.zeros(N)
+    run.obs[1] = 0.5
+    spec = SPEC[level].replace(obs_coef=0.1)
+    traffic = run.loss(spec, out := torch.empty_like(run.logits))
+    assert traffic.read("logits") / V / (N - 1) == pytest.approx(4.0 + GATHER, abs=16 * 2 / V)
+    assert traffic.touched("logits", run.logits[0, 1])
+    assert not traffic.touched("logits", run.logits[1, 1])
+    assert out[0, 1].isfinite().all()
+    assert (out[0, 1] != 0).any()
+    assert (out[1, 1] == 0).all()
+
+
+def test_observation_stays_in_one_pass():
+    run = Run()
+    run.obs = torch.full((N,), 0.5)
+    traffic = run.loss(fusedpg.loss_spec("echo", clip_low=0.0, clip_high=1e9), out := torch.empty_like(run.logits))
+    unique = traffic.unique("load", "logits") + traffic.unique("store", "out")
+    assert run.per_logit(unique) == pytest.approx(4.0, abs=SHARED)
+    assert traffic.written("out") == out.numel() * 2
 
 
 @pytest.mark.parametrize("level", list(Level), ids=str)
