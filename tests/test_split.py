@@ -9,7 +9,7 @@ import torch
 import fusedpg
 from fusedpg.metrics import Metrics
 from fusedpg.spec import REDUCTIONS
-from support import TERMS, make_case, run, spec_for
+from support import TERMS, applies, make_case, run, spec_for
 
 LENGTHS = (5, 0, 1, 6, 3, 2, 4)
 
@@ -58,25 +58,40 @@ def check_split(name: str, reduction: str, terms: str, packed: bool, backend: st
         torch.testing.assert_close(merged[key].double(), value.double(), **close, msg=key)
 
 
+#: a selection over the whole call is no sum over micro-batches; `LossSpec.batch_global` says so
+ADDITIVE = [name for name, spec in fusedpg.CATALOGUE.items() if not spec.batch_global]
+
+
+def terms_of(name: str) -> list[str]:
+    return [terms for terms in TERMS if applies(name, terms)]
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", fusedpg.CATALOGUE)
+@pytest.mark.parametrize("name", ADDITIVE)
 def test_any_split_equals_the_whole(name: str, reduction: str):
     """Random cuts, fp64: the identity holds to rounding on the reference and on the compiled core."""
     rng = random.Random(f"{name} {reduction}")
     for backend in ("reference", "cpu"):
         for packed in (False, True):
             cuts = sorted(rng.sample(range(1, len(LENGTHS)), rng.randint(1, len(LENGTHS) - 1)))
-            check_split(name, reduction, rng.choice(list(TERMS)), packed, backend, cuts, 1e-11)
+            check_split(name, reduction, rng.choice(terms_of(name)), packed, backend, cuts, 1e-11)
 
 
-@pytest.mark.parametrize("name", fusedpg.CATALOGUE)
+@pytest.mark.parametrize("terms", ["observation", "is-mask-geometric", "is-truncate"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gmpo", "luspo", "echo"])
+def test_corrections_and_observations_split(name: str, terms: str):
+    for reduction, packed in itertools.product(REDUCTIONS, (False, True)):
+        check_split(name, reduction, terms, packed, "cpu", [2, 3, 5], 1e-11)
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
 def test_split_on_triton(name: str):
     rng = random.Random(name)
     reduction = rng.choice(REDUCTIONS)
-    check_split(name, reduction, rng.choice(list(TERMS)), rng.random() < 0.5, "triton", [1, 4], 2e-5)
+    check_split(name, reduction, rng.choice(terms_of(name)), rng.random() < 0.5, "triton", [1, 4], 2e-5)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "cispo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "cispo", "dppo_tv", "sapo", "ipo", "topr"])
 def test_a_token_level_loss_may_be_cut_inside_a_sequence(name: str):
     """token-mean knows no sequences: chunks of rows sum to the whole."""
     spec = spec_for(name, "token-mean", "k3-entropy")

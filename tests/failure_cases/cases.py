@@ -76,6 +76,8 @@ def spec_with(name: str, reduction: str, **knobs: Any) -> fusedpg.LossSpec:
     """A catalogue entry under any reduction."""
     if reduction == "seq-mean-token-sum-norm":
         knobs["max_tokens"] = 8
+    if name == "dro":
+        knobs.setdefault("beta", 0.1)
     return fusedpg.loss_spec(name, reduction=reduction, **knobs)
 
 

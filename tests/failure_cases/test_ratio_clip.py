@@ -74,7 +74,7 @@ def test_case_056_ratio_against_given_and_absent_old_logp(backend):
 @pytest.mark.parametrize("name", list(fusedpg.CATALOGUE))
 def test_case_057_masked_position_has_no_influence(backend, name):
     """MakazhanAlpamys/Soup#723, #744: a batch statistic taken before the mask."""
-    spec = fusedpg.loss_spec(name, kl="k3", kl_coef=0.1)
+    spec = spec_with(name, fusedpg.CATALOGUE[name].reduction, kl="k3", kl_coef=0.1)
     mask = torch.ones(3, 3)
     mask[1, 2] = 0
     base, old = random(3, 3) * 0.1 - 1, random(3, 3, seed=1) * 0.1 - 1
@@ -83,6 +83,12 @@ def test_case_057_masked_position_has_no_influence(backend, name):
         logp = base.clone()
         logp[1, 2] = old[1, 2] + value
         kwargs = advantages_for(spec, tensor([1.0, -1.0, 0.5]), (3, 3))
+        if spec.needs_logp_rollout:
+            kwargs["logp_rollout"] = old
+        if spec.obs_coef:
+            kwargs["obs_mask"] = 1 - torch.eye(3)
+            kwargs["obs_mask"][1, 2] = 0
+        torch.manual_seed(0)
         results.append(
             from_logp(spec, logp.requires_grad_(), logp_old=old, logp_ref=old, mask=mask, backend=backend, **kwargs)
         )
@@ -375,7 +381,32 @@ def test_case_073_expected_kl_gradients(backend, kl, expected):
     if kl != "k2":  # k1 and k3 are unbiased
         true_kl = sum(p * math.log(p / q) for p, q in ((0.6, 0.2), (0.3, 0.3), (0.1, 0.5)))
         close(out.numerator, true_kl)
-    assert spec.kl_straight_through == kl.endswith("+")
+    assert (spec.kl_gradient.name == "STRAIGHT_THROUGH") == kl.endswith("+")
     assert fusedpg.CATALOGUE["grpo"].kl.name == "K3"
-    assert not fusedpg.CATALOGUE["grpo"].kl_straight_through
+    assert fusedpg.CATALOGUE["grpo"].kl_gradient.name == "OWN"
     assert spec.level == Level.TOKEN
+
+
+@pytest.mark.parametrize(
+    ("knobs", "gradient", "value"),
+    [
+        # the score term makes the expected gradient of an unbiased estimator that of the reverse KL
+        ({"kl": "k1", "kl_coef": 1.0, "kl_gradient": "score"}, [0.36023, -0.14947, -0.21077], 0.49820),
+        ({"kl": "k3", "kl_coef": 1.0, "kl_gradient": "score"}, [0.36023, -0.14947, -0.21077], 0.49820),
+        # both forms estimate KL(ref||policy) = 0.58500; the score form has its gradient p - q
+        ({"kl_forward": "score", "kl_forward_coef": 1.0}, [0.4, 0.0, -0.4], 0.58500),
+        ({"kl_forward": "k3", "kl_forward_coef": 1.0}, None, 0.58500),
+    ],
+    ids=str,
+)
+def test_case_073_score_terms_and_forward_kl(backend, knobs, gradient, value):
+    """NVIDIA-NeMo/RL#2506: a KL estimate on the policy's own samples needs the score function's term."""
+    policy, reference = tensor([0.6, 0.3, 0.1]), tensor([0.2, 0.3, 0.5])
+    logits = policy.log().repeat(3, 1).requires_grad_()
+    spec = fusedpg.loss_spec("reinforce", reduction="token-sum", **knobs)
+    out, grad = from_logits(
+        spec, logits, torch.arange(3), advantages=0.0, mask=policy, logp_ref=reference.log(), backend=backend
+    )
+    close(out.numerator, value, atol=1e-5)
+    if gradient is not None:
+        close(grad.sum(0), gradient, atol=1e-5)
