@@ -11,9 +11,11 @@ from torch import Tensor
 from ..presets import rllm
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import BOUNDED, Case, Fields, rows_of_cases
+from .transcription import BOUNDED, EXTREME, Case, Fields, rows_of_cases
 
 Body = Callable[..., Tensor]
+#: how a mean of log-ratios is compared
+_MEAN = {"kinds": BOUNDED, "kinds_fp64": EXTREME}
 MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
 
 
@@ -149,7 +151,7 @@ def cases() -> Iterator[Case]:
         (dppo_tv, {"token_advantages": True}),
         (dppo_kl, {"token_advantages": True}),
         (cispo, {"token_advantages": True}),
-        (gspo, {}),
+        (gspo, _MEAN),
         (icepop, {"sampler_is_old": True}),
         (reinforce, {"token_advantages": True}),
         (reinforce_kl, {"sampler_is_old": True}),
@@ -165,7 +167,7 @@ def cases() -> Iterator[Case]:
         (dppo_tv, {"delta_low": 0.01, "delta_high": 0.03}, {}),
         (dppo_kl, {"delta": 0.002}, {}),
         (cispo, {"eps_clip": 0.1, "eps_clip_high": 0.3}, {}),
-        (gspo, {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, {"clip": 3e-4}),
+        (gspo, {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, {"clip": 3e-4, **_MEAN}),
         (icepop, {"icepop_alpha": 0.9, "icepop_beta": 1.1}, {}),
         (reinforce_kl, {"ratio_clamp_min": 0.9, "ratio_clamp_max": 1.5}, {"sampler_is_old": True}),
         (reinforce_kl, {"bwd_kl_coef": 0.3}, {"observes": "same"}),

@@ -23,8 +23,9 @@ from .rows import Difference, Row
 
 #: how far fp32 may move a log-ratio that sits on a bound: a tie may fall on either side of it
 TIE = 4e-7
-#: kinds without a ratio that leaves fp32 when nothing bounds it
-BOUNDED = tuple(kind for kind in KINDS if kind != "ratio-200")
+#: kinds without a ratio that leaves fp32 when nothing bounds it; `EXTREME` is the one that has it
+EXTREME = ("ratio-200",)
+BOUNDED = tuple(kind for kind in KINDS if kind not in EXTREME)
 #: kinds for a term that amplifies the rounding of fp32 log-ratios themselves
 MODERATE = tuple(kind for kind in BOUNDED if kind != "ratio-30")
 
@@ -61,6 +62,9 @@ class Case:
     option: str = ""
     counts: Callable[[PolicyBatch], Mapping[str, float]] | None = None
     kinds: tuple[str, ...] = KINDS
+    #: kinds on which this library runs in fp64 as well: fp32 cannot hold the ratio, or rounds a mean of such log-ratios
+    #: by more than the limits
+    kinds_fp64: tuple[str, ...] = ()
     #: also with one advantage a token
     token_advantages: bool = False
     #: where the kind `ties` puts its ratios: on 1 - clip and 1 + clip
@@ -84,9 +88,11 @@ def rows_of_cases(preset: Callable[..., TrainerSpec], cases: Iterable[Case], bac
 def difference(case: Case, spec: TrainerSpec, backend: str = "auto") -> Difference:
     """The largest differences between `spec` in fp32 and the case's formula in fp64 over all its batches."""
     found = Difference()
-    for kind in case.kinds:
+    for kind in (*case.kinds, *case.kinds_fp64):
         for per_token in (False, True)[: 1 + case.token_advantages]:
             batch = make_policy_batch(kind, clip=case.clip)
+            if kind in case.kinds_fp64:
+                batch = batch.to(torch.float64)
             if case.sampler_is_old:
                 batch = replace(batch, logp_rollout=batch.logp_old)
             obs_mask = batch.mask if case.observes == "same" else torch.zeros_like(batch.mask)

@@ -90,8 +90,8 @@ def _refuse(read: Options, loss: str, where: str) -> None:
     if read["off_policy_masking_delta"] is not None and (loss != "gspo" or read["use_decoupled_loss"]):
         raise ValueError(
             f"off_policy_masking_delta: {where} does not support it; got {read['off_policy_masking_delta']!r}; it "
-            "drops whole sequences by their mean log-ratio: pass advantages of 0 on them (the KL term and the denominator "
-            "stay, as in cosmos-rl)"
+            "drops whole sequences by their mean log-ratio: pass advantages of 0 on them (the KL term and the "
+            "denominator stay, as in cosmos-rl)"
         )
     if read["entropy_coeff"] and (read["loss_type"] != "token-mean" or read["balance_dp_token"]):
         raise ValueError(
