@@ -8,7 +8,7 @@ STAMP := $(VENV)/.fusedpg-installed
 WORKERS ?= auto
 NATIVE := $(shell find csrc CMakeLists.txt setup.py -type f 2>/dev/null)
 
-.PHONY: demo test sweep bench lint format gpu-check clean
+.PHONY: demo test sweep bench parity lint format gpu-check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m fusedpg demo
@@ -28,6 +28,10 @@ gpu-check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m fusedpg bench $(ARGS)
 
+# every preset against its trainer's own code
+parity: $(STAMP)
+	$(BIN)/python -m fusedpg parity $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,10 +43,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp')
 
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+$(STAMP): pyproject.toml constraints.txt certify-no-deps.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install --no-deps -r certify-no-deps.txt
 	touch $@
 
 clean:

@@ -79,8 +79,8 @@ class Difference:
 
     @property
     def within(self) -> bool:
-        """Whether both differences are inside the limits."""
-        return self.value <= VALUE_LIMIT and self.gradient <= GRADIENT_LIMIT
+        """Whether something was compared and both differences are inside the limits."""
+        return self.cases > 0 and self.value <= VALUE_LIMIT and self.gradient <= GRADIENT_LIMIT
 
     def row(self, trainer: str, version: str, loss: str, reduction: str, option: str = "", note: str = "") -> Row:
         """The finished row."""
