@@ -72,17 +72,14 @@ _METRICS: dict[str, dict[str, str]] = {
     "cispo": {"actor/pg_clipfrac": "out_of_band_frac", "actor/pg_clipfrac_lower": "dual_clip_frac", **_PPO_KL},
 }
 
-_COV_NOTE = (
-    "the selection is of one call, here as in verl: pass a micro-batch to repeat verl's number, the whole batch for "
-    "the paper's"
-)
+_COV_NOTE = "the tokens are selected among those of one call, here as in verl: a micro-batch gives verl's number"
 _NOTES = {
     "dppo_kl": "verl adds 1e-8 to 1 - p where the catalogue bounds p to [1e-6, 1 - 1e-6]: a token with p below 1e-6 "
     "may be kept here and dropped there",
     "clip_cov": _COV_NOTE,
     "kl_cov": _COV_NOTE,
-    "geo_mean": "verl's mean over the rows of a micro-batch, fully masked ones included, scales with the number of "
-    "micro-batches; correct=True follows the global counts; is_weights: each sequence's geometric mean at its tokens",
+    "geo_mean": "verl's mean over a micro-batch's rows grows with the number of micro-batches; correct=True does not; "
+    "is_weights: each sequence's geometric mean at its tokens",
     "bypass_mode": "verl's old_log_prob is passed as logp_rollout",
 }
 _REJECT_NOTE = (
