@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import cosmos
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import BOUNDED, EXTREME, KINDS, Case, Fields, rows_of_cases
+from .transcription import ALL_KINDS, BOUNDED, EXTREME, Case, Fields, rows_of_cases
 
 
 def clipped(b: Fields, low: float, high: float, dual: float, level: str) -> Tensor:
@@ -75,7 +75,7 @@ def _case(
         step_weight if whole_step else None,
         token_advantages=level == "token",
         clip=low,
-        kinds=KINDS if level == "token" else BOUNDED,
+        kinds=ALL_KINDS if level == "token" else BOUNDED,
         kinds_fp64=() if level == "token" else EXTREME,
     )
 

@@ -61,7 +61,8 @@ def correction(b: Fields, cfg: Config) -> Tensor:
     if cfg.get("sequence_level_importance_ratios"):
         weight = torch.exp(log_weight.sum(1, keepdim=True)).expand_as(weight)
     kind = cfg.get("truncated_importance_sampling_type")
-    low, high = (cfg.get(f"truncated_importance_sampling_ratio{end}") for end in ("_min", ""))
+    low: Any = cfg.get("truncated_importance_sampling_ratio_min")
+    high: Any = cfg.get("truncated_importance_sampling_ratio")
     if kind == "tis":
         weight = weight.clamp(0.0 if low is None else low, high)
     elif kind == "icepop":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..presets import tinker
 from .rows import Row
-from .transcription import BOUNDED, EXTREME, KINDS, Case, Fields, rows_of_cases
+from .transcription import ALL_KINDS, BOUNDED, EXTREME, Case, Fields, rows_of_cases
 
 
 def ratio(b: Fields) -> Tensor:
@@ -43,7 +43,7 @@ def dro(b: Fields, beta: float) -> Tensor:
 
 
 def _case(
-    body: Callable[..., Tensor], sampler_is_old: bool = True, kinds: tuple[str, ...] = KINDS, **options: Any
+    body: Callable[..., Tensor], sampler_is_old: bool = True, kinds: tuple[str, ...] = ALL_KINDS, **options: Any
 ) -> Case:
     said = ", ".join(f"{k}={v}" for k, v in options.items())
     return Case(

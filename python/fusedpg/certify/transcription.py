@@ -21,13 +21,17 @@ from ..presets.base import TrainerSpec
 from .cases import KINDS, PolicyBatch, make_policy_batch
 from .rows import Difference, Row
 
+#: kinds beyond those of `certify.cases`: ratios of e^+-30 on negative advantages, where a dual clip or a clamp binds;
+#: and ratios of several times either bound, with both signs
+OWN_KINDS = ("negative-30", "spread")
+ALL_KINDS = (*KINDS, *OWN_KINDS)
 #: how far fp32 may move a log-ratio that sits on a bound: a tie may fall on either side of it
 TIE = 4e-7
 #: kinds without a ratio that leaves fp32 when nothing bounds it; `EXTREME` is the one that has it
 EXTREME = ("ratio-200",)
-BOUNDED = tuple(kind for kind in KINDS if kind not in EXTREME)
+BOUNDED = tuple(kind for kind in ALL_KINDS if kind not in EXTREME)
 #: kinds for a term that amplifies the rounding of fp32 log-ratios themselves
-MODERATE = tuple(kind for kind in BOUNDED if kind != "ratio-30")
+MODERATE = tuple(kind for kind in BOUNDED if not kind.endswith("-30"))
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Case:
     #: what the row says of the options
     option: str = ""
     counts: Callable[[PolicyBatch], Mapping[str, float]] | None = None
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = ALL_KINDS
     #: kinds on which this library runs in fp64 as well: fp32 cannot hold the ratio, or rounds a mean of such log-ratios
     #: by more than the limits
     kinds_fp64: tuple[str, ...] = ()
@@ -90,7 +94,7 @@ def difference(case: Case, spec: TrainerSpec, backend: str = "auto") -> Differen
     found = Difference()
     for kind in (*case.kinds, *case.kinds_fp64):
         for per_token in (False, True)[: 1 + case.token_advantages]:
-            batch = make_policy_batch(kind, clip=case.clip)
+            batch = _batch(kind, case.clip)
             if kind in case.kinds_fp64:
                 batch = batch.to(torch.float64)
             if case.sampler_is_old:
@@ -100,6 +104,17 @@ def difference(case: Case, spec: TrainerSpec, backend: str = "auto") -> Differen
                 batch, obs_mask = _with_observations(batch)
             _compare(found, case, spec, batch, obs_mask, per_token, backend)
     return found
+
+
+def _batch(kind: str, clip: float) -> PolicyBatch:
+    if kind not in OWN_KINDS:
+        return make_policy_batch(kind, clip=clip)
+    if kind == "negative-30":
+        batch = make_policy_batch("ratio-30")
+        return replace(batch, advantages=-batch.advantages, token_advantages=-batch.token_advantages)
+    batch = make_policy_batch("holes", seed=1, rows=6)
+    moved = [batch.logp + 6.0 * (t - batch.logp) for t in (batch.logp_old, batch.logp_rollout)]
+    return replace(batch, logp_old=moved[0], logp_rollout=moved[1])
 
 
 def _compare(
