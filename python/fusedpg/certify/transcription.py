@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def difference(case: Case, spec: TrainerSpec, backend: str = "auto") -> Differen
     return found
 
 
+@lru_cache(64)
 def _batch(kind: str, clip: float) -> PolicyBatch:
     if kind not in OWN_KINDS:
         return make_policy_batch(kind, clip=clip)

@@ -41,7 +41,9 @@ _DEFAULTS: dict[str, Any] = {
     "use_on_policy_kl_approximation": False,
     "positive_example_nll_weight": 0.0,
 }
-_NOTE = "a weight that is NaN or inf stays visible; NeMo-RL sets it to 0"
+_METRICS = {"probs_ratio_min": "ratio_min", "probs_ratio_max": "ratio_max"}
+_WEIGHT_NOTE = "a weight that is NaN or inf stays visible; NeMo-RL sets it to 0"
+_KL_NOTE = "where a clamp of the KL term binds, NeMo-RL ends the score term's gradient too; here it stays"
 
 
 def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
@@ -67,7 +69,7 @@ def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
     token_level = read["token_level_loss"] and not (by_sequence and "token_level_loss" not in options)
     knobs = _surrogate(read, name) | _kl(read) | _correction(read, by_sequence, where)
     knobs["reduction"] = "token-mean" if token_level else "seq-mean-token-mean"
-    corrected = read["use_importance_sampling_correction"]
+    notes = [_WEIGHT_NOTE] * read["use_importance_sampling_correction"] + [_KL_NOTE] * ("kl" in knobs)
     spec = trainer_spec(
         ENTRY_OF[name],
         knobs,
@@ -76,13 +78,10 @@ def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
         trainer_loss=name,
         metric_names=None if name == "disable_ppo_ratio" else _METRICS,
         rule=denominator,
-        note=_NOTE if corrected else "",
+        note="; ".join(notes),
     )
     bound = read["ratio_clip_c"]
     return spec if bound is None else replace(spec, dual_clip=float(bound))
-
-
-_METRICS = {"probs_ratio_min": "ratio_min", "probs_ratio_max": "ratio_max"}
 
 
 def denominator(

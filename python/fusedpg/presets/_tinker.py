@@ -28,6 +28,7 @@ _REFUSED = {
     "forward_backward_custom",
     "stable_reinforce": "its formula is not published and needs what the sampler recorded",
 }
+_CISPO_NOTE = "the default thresholds, 0 and 4, are those of its current documentation"
 _NOTE = "anchored on the sampler: pass the datum's `logprobs` as logp_rollout"
 
 
@@ -50,7 +51,7 @@ def tinker(loss: str = "ppo", **options: Any) -> TrainerSpec:
         knobs["log_ratio_clamp"] = None
     if loss in ("ppo", "cispo"):
         knobs |= {"clip_low": read["clip_low_threshold"], "clip_high": read["clip_high_threshold"]}
-    note = f"{_NOTE}; the default thresholds are those of its current documentation, 0 and 4" * (loss == "cispo")
+    note = f"{_NOTE}; {_CISPO_NOTE}" if loss == "cispo" else _NOTE
     return trainer_spec(
-        ENTRY_OF[loss], knobs, trainer=TRAINER, version=VERSION, trainer_loss=loss, rule=None, note=note or _NOTE
+        ENTRY_OF[loss], knobs, trainer=TRAINER, version=VERSION, trainer_loss=loss, rule=None, note=note
     )
