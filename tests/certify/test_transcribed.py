@@ -71,6 +71,12 @@ def case_of(trainer: str, loss: str, option: str) -> Case:
     return next(c for c in cases_of(trainer) if c.loss == loss and c.option.startswith(option))
 
 
+def differs(case: Case, spec: TrainerSpec) -> bool:
+    """Whether some batch tells the spec from the case's formula; the rest is not run."""
+    one_by_one = (replace(case, kinds=(kind,), kinds_fp64=()) for kind in case.kinds)
+    return any(not difference(one, spec, "reference").within for one in one_by_one)
+
+
 def rule_of_tokens(spec: TrainerSpec, **counts: float) -> float:
     return 1.0 + sum(counts.values())
 
@@ -149,7 +155,7 @@ MUTANTS: list[tuple[str, str, str, dict[str, Any]]] = [
 def test_mutant_differs(trainer: str, loss: str, option: str, change: dict[str, Any]) -> None:
     case = case_of(trainer, loss, option)
     spec = preset_of(trainer)(loss, **case.options)
-    assert not difference(case, replace(spec, **change), "reference").within
+    assert differs(case, replace(spec, **change))
 
 
 @pytest.mark.parametrize("name", ["clipped_pg", "sequence_level_importance_ratios"])
@@ -167,7 +173,7 @@ def test_mutants_of_nemo_rl_corrections_differ(name: str) -> None:
             other = Correction.MASK if spec.is_correction == Correction.TRUNCATE else Correction.TRUNCATE
             changes += [{"is_high": 5.0}, {"is_correction": other}]
         for change in changes:
-            assert not difference(case, replace(spec, **change), "reference").within, (case.option, change)
+            assert differs(case, replace(spec, **change)), (case.option, change)
 
 
 # ---------------------------------------------------------------- refusals
