@@ -143,7 +143,8 @@ def _kl(read: Options, loss: str) -> dict[str, Any]:
     knobs: dict[str, Any] = {
         "kl": "k3" if kind == "low_var_kl" else kind,
         "kl_coef": read["kl_loss_coef"],
-        "kl_log_ratio_clamp": None,
+        # beyond +-20 the estimate lies outside +-10 anyway
+        "kl_log_ratio_clamp": 20.0 if kind == "low_var_kl" else None,
         "kl_clamp": 10.0 if kind == "low_var_kl" else None,
     }
     if not read["use_unbiased_kl"]:
