@@ -27,14 +27,16 @@ Right = Callable[[PolicyBatch, Tensor], Tensor]
 
 
 def batches(job: Job) -> Iterator[Case]:
-    """Two of every kind, and whether advantages are a token's: the second has wider ratios and the other signs."""
+    """Two of every kind, the second with wider ratios and the other signs; under local normalisation one of the two."""
     per_token = job.loss != "geo_mean"
-    for kind in KINDS:
+    for i, kind in enumerate(KINDS):
         if kind == "ratio-200" and job.loss in UNBOUNDED:
             continue
-        yield _decided(make_policy_batch(kind)), per_token
-        other = _decided(make_policy_batch(kind, seed=1), width=1.0 if kind == "ties" or "ratio" in kind else 4.0)
-        yield replace(other, logp_ref=other.logp_old, advantages=-other.advantages), False
+        if job.scope == "global" or i % 2 == 0:
+            yield _decided(make_policy_batch(kind)), per_token
+        if job.scope == "global" or i % 2 == 1:
+            other = _decided(make_policy_batch(kind, seed=1), width=1.0 if "ratio" in kind else 4.0)
+            yield replace(other, logp_ref=other.logp_old, advantages=-other.advantages), False
 
 
 def _decided(batch: PolicyBatch, width: float = 1.0) -> PolicyBatch:

@@ -58,6 +58,7 @@ REQUIRED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.3}}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "vanilla": [
         {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 1.5},
+        {"clip_ratio_c": 1e12},  # leaves the bound of the log-ratio to be seen
         {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0},  # a ratio of 1 lies on both bounds
         {"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_high": None},
         {"rollout_is": "token", "rollout_is_threshold": 1.2},

@@ -74,8 +74,8 @@ _METRICS: dict[str, dict[str, str]] = {
 
 _COV_NOTE = "the tokens are selected among those of one call, here as in verl: a micro-batch gives verl's number"
 _NOTES = {
-    "dppo_kl": "verl adds 1e-8 to 1 - p where the catalogue bounds p to [1e-6, 1 - 1e-6]: a token with p below 1e-6 "
-    "may be kept here and dropped there",
+    "dppo_kl": "verl adds 1e-8 to 1 - p where the catalogue bounds p to [1e-6, 1 - 1e-6]: a token with p outside may "
+    "be kept here and dropped there",
     "clip_cov": _COV_NOTE,
     "kl_cov": _COV_NOTE,
     "geo_mean": "verl's mean over a micro-batch's rows grows with the number of micro-batches; correct=True does not; "

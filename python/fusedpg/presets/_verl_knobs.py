@@ -193,8 +193,9 @@ def rejection(options: Options, reduction: str) -> Knobs:
 def _k2_band(threshold: Any) -> Knobs:
     """log(r)^2/2 <= threshold as bounds of r."""
     try:
-        limit = number("rollout_rs_threshold", float(threshold))
-    except (TypeError, ValueError):
+        text = str(threshold)
+        limit = 0.0 if "_" in text else number("rollout_rs_threshold", float(text))
+    except ValueError:
         limit = 0.0
     if not 0 < limit < SAFETY**2 / 2:
         raise ValueError(
