@@ -63,6 +63,7 @@ def table(loss: str, level: str, backend: str) -> Iterator[Row]:
 
 
 def other_options(backend: str) -> Iterator[Row]:
+    """What of TRL's options is passed beside the spec."""
     for loss in LOSSES:
         if loss not in ("grpo", "sapo"):
             yield _row(entropy_bonus(loss, backend), loss, "", f"entropy_coef={ENTROPY_COEF}, through with_entropy")

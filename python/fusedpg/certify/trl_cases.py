@@ -138,32 +138,33 @@ def quadratic_entropy(logp: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logp, 0.0) ** 2 / 2
 
 
-def own_options(loss: str, level: str) -> Iterator[dict[str, Any]]:
-    """Options of the loss alone: TRL's defaults, then values that bind often at its level."""
-    yield {}
+def own_options(loss: str, level: str) -> Iterator[tuple[dict[str, Any], bool]]:
+    """(options of the loss alone, whether to combine them with corrections): defaults, then values that often bind."""
+    yield {}, False
     if loss in CLIPPED:
         band = {"epsilon": 0.15, "epsilon_high": 0.25} if level == "token" else {"epsilon": 0.04, "epsilon_high": 0.07}
-        delta = 1.35 if level == "token" else 1.1
+        outside, inside = (1.35, 1.1) if level == "token" else (1.1, 1.03)
         if loss == "dr_grpo":
             band["max_completion_length"] = 11
-        yield band
-        yield {**band, "delta": delta}
+        yield band, True
+        yield {**band, "delta": outside}, True
+        yield {**band, "delta": inside}, False
     elif loss == "cispo":
-        yield {"epsilon_high": 1.1 if level == "token" else 1.05}
+        yield {"epsilon_high": 1.1 if level == "token" else 1.05}, True
     elif loss == "sapo":
-        yield {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.5}
+        yield {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.5}, True
     else:
-        yield {"vespo_k_pos": 1.2, "vespo_lambda_pos": 0.7, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.1}
-        yield {"vespo_k_pos": 0.5, "vespo_lambda_pos": 0.0, "vespo_k_neg": 0.3, "vespo_lambda_neg": 1e-6}
+        yield {"vespo_k_pos": 1.2, "vespo_lambda_pos": 0.7, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.1}, True
+        yield {"vespo_k_pos": 0.5, "vespo_lambda_pos": 0.0, "vespo_k_neg": 0.3, "vespo_lambda_neg": 1e-6}, True
 
 
 def combinations(loss: str, level: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(group of the table, options) of everything that a loss can be given at a level."""
     at = {} if level == "token" else {"importance_sampling_level": "sequence"}
-    for own in own_options(loss, level):
+    for own, corrected in own_options(loss, level):
         for kl in KLS:
             yield ("KL times ratio" if kl.get("use_bias_correction_kl") else "KL" if kl else ""), {**at, **own, **kl}
-            for correction in CORRECTIONS if own else ():
+            for correction in CORRECTIONS if corrected else ():
                 family = correction.get("vllm_importance_sampling_mode", "sequence").split("_")[0]
                 if loss != "vespo" or family == "token":
                     yield f"vLLM {family} modes", {**at, **own, **kl, **correction}

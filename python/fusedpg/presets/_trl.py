@@ -78,8 +78,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "top_entropy_quantile": (
         1.0,
-        "it drops tokens from the policy term by their entropy; pass advantages of 0, or is_weights of 0, on them (the "
-        "KL term and the denominator stay, as in TRL)",
+        "it drops tokens from the policy term by their entropy; pass advantages of 0 on them, at the sequence level "
+        "is_weights of 0 (the KL term and the denominator stay, as in TRL)",
     ),
     "mask_truncated_completions": (False, "it is part of the mask: clear the truncated completions in mask="),
     "temperature": (1.0, "it belongs to the log-probs: pass temperature= to the op"),
@@ -132,10 +132,10 @@ def trl(loss_type: str = "dapo", **options: Any) -> TrainerSpec:
                 "ratio has no place in its spec; got 'sequence'; use 'token', or use_bias_correction_kl=False"
             )
         return spec
-    changes: dict[str, Any] = {"level": Level.SEQUENCE if level == "sequence" else Level.TOKEN}
+    spec = replace(spec, level=Level.SEQUENCE if level == "sequence" else Level.TOKEN)
     if loss_type in _CLIPPED and o["delta"] is not None:
-        changes["delta"] = float(o["delta"])
-    return replace(spec, **changes)
+        return _with_delta(spec, o["delta"])
+    return spec
 
 
 _NOTES = {
@@ -143,6 +143,18 @@ _NOTES = {
     "dapo": "the denominator is the generation batch's token count, scaled to one accumulation window",
     "vespo": "TRL adds masked tokens' clipped weights to the product where clip_min > 1 or clip_max < 1",
 }
+
+
+def _with_delta(spec: TrainerSpec, delta: float) -> TrainerSpec:
+    """TRL's min(min(r, delta)*A, clip(r)*A): A > 0 meets the smaller of the two upper bounds first, A < 0 the larger.
+
+    So a delta inside the clip band changes places with its upper bound; value and gradient stay TRL's.
+    """
+    if delta <= 1.0:
+        raise ValueError(
+            f"delta: expected a number > 1 (an upper clamp of the ratio); got {delta}; None switches it off"
+        )
+    return replace(spec, clip_high=min(spec.clip_high, delta), delta=max(spec.clip_high, delta))
 
 
 def _own_knobs(loss_type: str, o: Options) -> dict[str, Any]:
