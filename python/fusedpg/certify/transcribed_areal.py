@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import _areal
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import KINDS, Case, Fields, rows_of_cases
+from .transcription import ALL_KINDS, Case, Fields, rows_of_cases
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:
@@ -87,7 +87,7 @@ def _counts(batch: PolicyBatch) -> dict[str, float]:
     return {"tokens": float(batch.mask.sum())}
 
 
-def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = KINDS, **options: Any) -> Case:
+def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = ALL_KINDS, **options: Any) -> Case:
     return Case(
         loss,
         options,
@@ -105,7 +105,7 @@ def _rejects(option: str, *, more: dict[str, Any] | None = None, **config: Any) 
 
 _SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence"}
 #: kinds whose ratio without a clamp stays in fp32
-_SHORT = tuple(kind for kind in KINDS if kind != "ratio-200")
+_SHORT = tuple(kind for kind in ALL_KINDS if kind != "ratio-200")
 CASES = (
     _case("ppo"),
     _case("ppo", "eps 0.1, 0.3", eps_clip=0.1, eps_clip_higher=0.3),

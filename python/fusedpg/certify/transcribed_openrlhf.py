@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import _openrlhf
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import BOUNDED, KINDS, Case, Fields, rows_of_cases
+from .transcription import ALL_KINDS, BOUNDED, Case, Fields, rows_of_cases
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:
@@ -88,7 +88,7 @@ def _counts(batch: PolicyBatch) -> dict[str, float]:
     return {"batch_num_tokens": 2.0 * float(batch.mask.sum()), "global_batch_size": 2.0 * filled, "dp_size": 2}
 
 
-def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = KINDS, **options: Any) -> Case:
+def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = ALL_KINDS, **options: Any) -> Case:
     return Case(
         loss,
         options,

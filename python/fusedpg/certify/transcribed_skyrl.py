@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import _skyrl
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import KINDS, Case, Fields, rows_of_cases
+from .transcription import ALL_KINDS, Case, Fields, rows_of_cases
 
 #: a policy loss of SkyRL: (fields, advantages, options) -> per token
 _Loss = Callable[[Fields, Tensor, dict[str, Any]], Tensor]
@@ -55,7 +55,8 @@ def _cispo(f: Fields, adv: Tensor, o: dict[str, Any]) -> Tensor:
 
 
 def _sapo(f: Fields, adv: Tensor, o: dict[str, Any]) -> Tensor:
-    tau = torch.where(adv > 0, o.get("tau_pos", 1.0), o.get("tau_neg", 1.05)).to(adv)
+    pos, neg = (adv.new_tensor(o.get(name, default)) for name, default in (("tau_pos", 1.0), ("tau_neg", 1.05)))
+    tau = torch.where(adv > 0, pos, neg)
     return -torch.sigmoid(tau * (_safe_ratio(f.logp - f.logp_old) - 1)) * 4 / tau * adv
 
 
@@ -177,7 +178,7 @@ def _counts(batch: PolicyBatch) -> dict[str, float]:
     return {"batch_size": batch.mask.shape[0], "tokens": float(batch.mask.sum())}
 
 
-def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = KINDS, **options: Any) -> Case:
+def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = ALL_KINDS, **options: Any) -> Case:
     return Case(
         loss,
         options,
@@ -190,7 +191,7 @@ def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = KINDS, **opti
 
 
 #: kinds whose ratio without a clamp stays in fp32
-_SHORT = tuple(kind for kind in KINDS if not kind.startswith("ratio-"))
+_SHORT = tuple(kind for kind in ALL_KINDS if "-30" not in kind and kind != "ratio-200")
 #: kinds in which no two covariances are equal, so that no order decides which token is taken
 _DISTINCT = tuple(kind for kind in _SHORT if kind != "ties")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import _slime
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import KINDS, MODERATE, Case, Fields, rows_of_cases
+from .transcription import ALL_KINDS, MODERATE, Case, Fields, rows_of_cases
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:
@@ -80,7 +80,7 @@ def _counts(batch: PolicyBatch) -> dict[str, float]:
     return {"global_batch_size": float(batch.mask.shape[0]), "num_tokens": float(batch.mask.sum())}
 
 
-def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = KINDS, **options: Any) -> Case:
+def _case(loss: str, option: str = "", *, kinds: tuple[str, ...] = ALL_KINDS, **options: Any) -> Case:
     return Case(
         loss,
         options,
@@ -114,7 +114,7 @@ CASES = (
         _case(
             "ppo",
             f"kl {kind}",
-            kinds=MODERATE if kind == "k3" else KINDS,
+            kinds=MODERATE if kind == "k3" else ALL_KINDS,
             use_kl_loss=True,
             kl_loss_coef=0.1,
             kl_loss_type=kind,
