@@ -10,6 +10,7 @@ import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -206,6 +207,7 @@ def liger_loss(case: Case, batch: PolicyBatch, head: Head, weights: Tensor | Non
     return out
 
 
+@lru_cache(32)
 def make_head(kind: str, temperature: float = 1.0, bias: bool = False) -> tuple[PolicyBatch, Head]:
     """A batch of one kind whose log-probs are those of a linear layer, at the distances that the kind asks for."""
     drawn = make_policy_batch(kind)

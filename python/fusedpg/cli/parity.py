@@ -11,7 +11,13 @@ from rich.text import Text
 
 from ..certify import Row
 
-_STYLES = {"equal": "green", "differs": "bold red", "trainer errs": "yellow", "not installed": "yellow"}
+_STYLES = {
+    "equal": "green",
+    "differs": "bold red",
+    "trainer errs": "yellow",
+    "not installed": "yellow",
+    "not run": "yellow",
+}
 _HEADERS = ("trainer", "version", "loss", "reduction", "option", "cases", "value", "gradient", "verdict")
 
 
