@@ -37,6 +37,13 @@ ARROWS = {
     "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "selection", "spec", "validate"},
     "__init__": {"functional", "losses", "metrics", "outputs", "presets", "spec"},
     "presets": {"knobs", "losses", "metrics", "presets", "spec"},
+    "context": {"batch", "validate", "weights"},
+    "loss_call": set(),
+    "builtin_losses": {"context"},
+    "custom": {"context", "functional", "loss_call", "validate"},
+    "native_losses": {"context", "functional", "loss_call", "losses", "outputs", "presets", "spec"},
+    "registry": {"context", "native_losses"},
+    "resolve": {"builtin_losses", "context", "custom", "loss_call", "native_losses", "registry"},
     "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
