@@ -39,7 +39,7 @@ class CustomPath:
     ) -> LossResult:
         """Stage A, the body, and (in backward) stage C on the rows whose log-prob got a gradient."""
         validate.check_targets(targets)
-        active = _active(inputs, targets)
+        active = _active(inputs, targets, "targets")
         out = token_logprobs(logits, targets, mask=active, **logit_map.keywords(), backend=backend)
         loss, metrics = self._run(out.logp, inputs)
         return LossResult(loss, metrics, self.path, out.backend, out.logp.detach())
@@ -49,6 +49,7 @@ class CustomPath:
         if not isinstance(logp, Tensor) or logp.dtype not in validate.FLOATS or logp.ndim not in (1, 2):
             got = f"{logp.dtype} {tuple(logp.shape)}" if isinstance(logp, Tensor) else type(logp).__name__
             raise TypeError(f"logp: expected a float tensor of shape (N,) or (B, T); got {got}")
+        _active(inputs, logp, "logp")
         dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
         loss, metrics = self._run(logp.to(dtype), inputs)
         return LossResult(loss, metrics, self.path, "torch", logp.detach())
@@ -89,16 +90,15 @@ class _Loss(torch.autograd.Function):
         return torch.where(c == 0, 0.0, c * g_loss), None, None
 
 
-def _active(inputs: LossInputs, targets: Tensor) -> Tensor | None:
-    """Tokens whose log-prob is needed; None is all of them."""
-    if inputs.mask is None:
-        return None
-    shape = tuple(targets.shape)
-    validate.check_per_token("mask", inputs.mask, "targets", targets, shape)
-    if inputs.obs_mask is None:
-        return inputs.mask != 0
-    validate.check_per_token("obs_mask", inputs.obs_mask, "targets", targets, shape)
-    return (inputs.mask != 0) | (inputs.obs_mask != 0)
+def _active(inputs: LossInputs, base: Tensor, base_name: str) -> Tensor | None:
+    """Tokens whose log-prob is needed, None for all of them; checks both masks."""
+    active = None
+    for name, mask in (("obs_mask", inputs.obs_mask), ("mask", inputs.mask)):
+        if mask is not None:
+            validate.check_per_token(name, mask, base_name, base, tuple(base.shape))
+            validate.check_mask_values(name, mask)
+            active = mask != 0 if active is None else active | (mask != 0)
+    return None if inputs.mask is None else active
 
 
 def _context(logp: Tensor, inputs: LossInputs, agg_mode: str, params: Mapping[str, Any]) -> LossContext:

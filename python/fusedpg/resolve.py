@@ -147,9 +147,14 @@ def resolve_loss(
         path: "auto" is native-first; "native" refuses a loss without a kernel; "custom" runs the body even so.
 
     Raises:
+        TypeError: a name that is no string, such as a list of losses.
         ValueError: an unknown name (with the closest one), an unknown mode or path, an option that a built-in loss
             never reads, a path that the loss does not have.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"name: expected the name of one loss; got {name!r}; an additional term is composed in a loss's body"
+        )
     if path not in PATHS:
         raise ValueError(f"path: expected one of {', '.join(PATHS)}; got {path!r}")
     mode = None if loss_agg_mode is None else check_mode("loss_agg_mode", loss_agg_mode)
