@@ -13,6 +13,8 @@ from . import codes
 
 #: binary probabilities stay this far from 0 and 1 in the KL keep mask
 PROBABILITY_FLOOR = tl.constexpr(1e-6)
+#: half a unit in the last place of 1 in fp64
+FLAT = tl.constexpr(2.0**-53)
 
 
 @triton.jit
@@ -93,8 +95,8 @@ def sapo(r, dr_dd, adv, spec):
     # u = (1 - s)/s: no difference of nearly equal numbers
     u = tl.exp(-tau * (r - 1.0))
     s = tl.div_rn(1.0, 1.0 + u)
-    # the gate is flat where u underflows, and 0 times an infinite ratio is no gradient
-    slope = tl.where(u == 0.0, 0.0, s * (s * u) * dr_dd)
+    # the gate is flat where 1 + u is 1 even in fp64, and 0 times an infinite ratio is no gradient
+    slope = tl.where(u <= FLAT, 0.0, s * (s * u) * dr_dd)
     return -adv * tl.div_rn(4.0, tau) * s, -adv * 4.0 * slope, zeros_as(r)
 
 
