@@ -121,7 +121,7 @@ def _pair_loss(
     chosen, rejected = gain.chunk(2) if gain.numel() else (gain, gain)
     held = sequence_logprobs(torch.ones_like(lp.logp), (data.mask != 0), data.cu_seqlens) > 0
     pairs = torch.logical_or(*held.chunk(2)) if held.numel() else held
-    count = pairs.sum().to(torch.float32)
+    count = pairs.sum().double()
     share = torch.where(count > 0, 1.0 / count, 0.0)
 
     def mean(values: Tensor) -> Tensor:
