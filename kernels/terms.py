@@ -112,7 +112,8 @@ def vespo(logp, log_w, adv, spec):
     """-sg[phi]*A*logp, log phi = lambda + k*log W - lambda*W, (k, lambda) by the sign of A."""
     k = tl.where(adv >= 0.0, param(spec, codes.SHAPE_POS), param(spec, codes.SHAPE_NEG))
     rate = tl.where(adv >= 0.0, param(spec, codes.LAMBDA_POS), param(spec, codes.LAMBDA_NEG))
-    phi = tl.exp(rate + k * log_w - rate * tl.exp(log_w))
+    # lambda*(1 - W): fewer roundings of large numbers than lambda - lambda*W
+    phi = tl.exp(tl.fma(rate, 1.0 - tl.exp(log_w), k * log_w))
     return -phi * adv * logp, zeros_as(logp), -phi * adv
 
 
