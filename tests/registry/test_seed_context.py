@@ -8,7 +8,7 @@ import torch
 from batches import capture
 
 import fusedpg
-from fusedpg.context import AGG_MODES
+from fusedpg.context import AGG_MODES, step_denominator
 
 ONES = torch.ones(2, 3)
 
@@ -124,6 +124,14 @@ def test_modes_by_hand(mode):
         assert loss.item() == pytest.approx(BY_HAND[mode])
 
 
+def test_aggregate_selects():
+    """A value behind the mask is never read, infinite or not."""
+    for rubbish in (torch.nan, torch.inf):
+        ctx = context()
+        x = torch.where(ctx.action_mask != 0, -ctx.logp_curr, rubbish)
+        assert ctx.aggregate(x, ctx.action_mask).item() == pytest.approx(2.75)
+
+
 def test_default_mode():
     """ "seq-mean-token-mean (default)" """
     ctx = context()
@@ -141,6 +149,14 @@ def test_denominators_are_at_least_one():
             loss = ctx.aggregate(-ctx.logp_curr, ctx.action_mask)
             assert loss.item() == 0
             assert loss.requires_grad
+
+
+def test_step_counts_are_numbers_or_tensors_of_at_least_one():
+    for zero in (0, 0.0, torch.tensor(0)):
+        assert step_denominator("token-mean", zero, 5) == 1
+        assert step_denominator("seq-mean-token-sum", 5, zero) == 1
+    assert step_denominator("token-mean", torch.tensor([7.0]), 5).shape == ()
+    assert step_denominator("token-mean", None, None) is None
 
 
 def test_aggregate_takes_the_step_s_counts_whatever_the_mask():

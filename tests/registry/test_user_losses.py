@@ -143,6 +143,16 @@ def test_reinforce_kl_without_a_kernel_runs_its_body(params):
     batches.agree(grad, logp.grad)
 
 
+@pytest.mark.parametrize("path", ["native", "custom"])
+@pytest.mark.parametrize(("delta", "dropped"), [(0.002, True), (0.003, False)])
+def test_dppo_kl_near_certainty(path, delta, dropped):
+    """p 0.995, p' 0.999: D = 0.999*ln(0.999/0.995) + 0.001*ln(0.001/0.005) = 0.0024."""
+    logp = torch.tensor([[0.995]]).log().requires_grad_()
+    loss = fusedpg.resolve_loss("dppo_kl", params={"delta": delta}, path=path)
+    loss.from_logp(logp, logp_old=torch.tensor([[0.999]]).log(), advantages=-1.0).loss.backward()
+    assert (logp.grad.item() == 0) == dropped
+
+
 def test_ratio_that_overflows_is_dropped_not_nan():
     """The sampler's log-prob is so low that rho is inf: outside the band, gradient 0."""
     for path in ("native", "custom"):
