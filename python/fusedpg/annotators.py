@@ -36,21 +36,21 @@ def group_relative(rewards: Tensor, group_size: int, *, group_ids: Tensor | None
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not eps > 0:
         raise ValueError(f"eps: expected a number > 0; got {eps!r}")
     grouped, order, dtype = _grouped(rewards, group_size, group_ids)
-    centred, constant = _centred(grouped)
+    centred = _centred(grouped)
     std = (centred.square().sum(1, keepdim=True) / (group_size - 1)).sqrt()
-    return _ungrouped(torch.where(constant, 0.0, centred / (std + eps)), order, dtype)
+    return _ungrouped(centred / (std + eps), order, dtype)
 
 
 def mean_centred(rewards: Tensor, group_size: int, *, group_ids: Tensor | None = None) -> Tensor:
     """r - mean within each group (`unbiased_advantage`); arguments as in `group_relative`."""
     grouped, order, dtype = _grouped(rewards, group_size, group_ids)
-    return _ungrouped(_centred(grouped)[0], order, dtype)
+    return _ungrouped(_centred(grouped), order, dtype)
 
 
 def leave_one_out(rewards: Tensor, group_size: int, *, group_ids: Tensor | None = None) -> Tensor:
     """r minus the mean of the group's other rewards, which is n/(n - 1) * (r - mean); as in `group_relative`."""
     grouped, order, dtype = _grouped(rewards, group_size, group_ids)
-    return _ungrouped(_centred(grouped)[0] * (group_size / (group_size - 1)), order, dtype)
+    return _ungrouped(_centred(grouped) * (group_size / (group_size - 1)), order, dtype)
 
 
 def annotate_advantages(rl: Any, rewards: Tensor, group_size: int, *, group_ids: Tensor | None = None) -> Tensor:
@@ -59,12 +59,13 @@ def annotate_advantages(rl: Any, rewards: Tensor, group_size: int, *, group_ids:
     return estimator(rewards, group_size, group_ids=group_ids)
 
 
-def _centred(grouped: Tensor) -> tuple[Tensor, Tensor]:
-    """(r - mean, whether the group is constant) of (G, n) fp64; exactly 0 in a constant group."""
-    constant = (grouped == grouped[:, :1]).all(1, keepdim=True)
-    # relative to one member first: a common offset leaves before any sum
+def _centred(grouped: Tensor) -> Tensor:
+    """r - mean of (G, n) fp64.
+
+    Relative to one member first: a common offset leaves before any sum, and a constant group is 0 exactly.
+    """
     shifted = grouped - grouped[:, :1]
-    return torch.where(constant, 0.0, shifted - shifted.mean(1, keepdim=True)), constant
+    return shifted - shifted.mean(1, keepdim=True)
 
 
 def _grouped(rewards: Tensor, group_size: int, group_ids: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:

@@ -33,9 +33,9 @@ def test_a_constant_group_gets_exactly_zero(annotate, value):
 @pytest.mark.parametrize("offset", [0.0, 1e6, -1e9, 1e15])
 def test_the_variance_does_not_cancel(offset):
     """A common offset leaves the advantages as they were: E[r^2] - E[r]^2 would lose all digits."""
-    r = torch.tensor([0.0, 1.0, 1.0, 4.0], dtype=torch.float64)
+    r = torch.tensor([0.0, 1.0, 1.0, 4.0, 2.0, 0.5, 7.0], dtype=torch.float64)
     for annotate in ALL:
-        torch.testing.assert_close(annotate(r + offset, 4), annotate(r, 4), rtol=1e-12, atol=0)
+        torch.testing.assert_close(annotate(r + offset, 7), annotate(r, 7), rtol=1e-12, atol=0)
 
 
 def test_groups_by_id():
