@@ -168,9 +168,10 @@ def merge_metrics(parts: Sequence[Reported], adapter: MetricAdapter | None) -> O
 
 def _merged(name: str, parts: list[Reported], adapter: MetricAdapter) -> Tensor:
     """One scalar over the chunks that reported it, fp64."""
+    device = parts[0].weight.device
 
     def stacked(values: list[Any]) -> Tensor:
-        return torch.stack([torch.as_tensor(v).double() for v in values])
+        return torch.stack([torch.as_tensor(v, device=device).double() for v in values])
 
     values = stacked([p.metrics.scalars[name] for p in parts])
     if name == OBJECTIVE_WEIGHT_SUM or name in adapter.weighted_by.values():

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import toy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedpg.accumulate import StepAccumulator
@@ -35,6 +37,7 @@ def run(rank: int, world: int, store: str) -> None:
         nothing_anywhere()
         means(rank, world)
         wrapped(rank, world)
+        sharded(rank, world)
         a_rank_without_filler(rank, world)
     finally:
         dist.destroy_process_group()
@@ -114,6 +117,21 @@ def wrapped(rank: int, world: int) -> None:
         check(objective, batch, plan[rank], "ddp, own sum", wrap=ddp)
         filler = toy.split(batch, CUTS)[0]
         check(objective, batch, plan[rank], "ddp, averaged", wrap=ddp, gradients="averaged", filler=filler)
+
+
+def sharded(rank: int, world: int) -> None:
+    """FSDP: parameters and gradients in shards, every pass a collective call, uneven and empty ranks."""
+    objective = build_policy_objective(toy.spec_of("gspo", "seq-mean-token-mean"), backend="reference")
+    batch = toy.make_batch(seed=4)
+    _, want, _ = toy.whole_gradients(objective, batch)
+    parts = toy.split(batch, CUTS)
+    for plan in PLANS[world]:
+        model = toy.Policy()
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        accumulator = StepAccumulator(objective, model, gradients="averaged")
+        accumulator.step([parts[i] for i in plan[rank]], filler=parts[0])
+        got = [None if g is None else g.full_tensor() for g in toy.gradients(model)]
+        toy.assert_same(got, want, "fsdp")
 
 
 def a_rank_without_filler(rank: int, world: int) -> None:
