@@ -34,8 +34,8 @@ FPG_FN void decode_policy(const Decoder<F>& in, Spec<F>& s) {
   s.log_ratio_hi = in.number(P_LOG_RATIO_HI);
   s.token_clip_lo = in.number(P_TOKEN_CLIP_LO);
   s.token_clip_hi = in.number(P_TOKEN_CLIP_HI);
-  s.k_pos = in.number(P_K_POS);
-  s.k_neg = in.number(P_K_NEG);
+  s.shape_pos = in.number(P_SHAPE_POS);
+  s.shape_neg = in.number(P_SHAPE_NEG);
   s.lambda_pos = in.number(P_LAMBDA_POS);
   s.lambda_neg = in.number(P_LAMBDA_NEG);
   s.log_w_lo = in.number(P_LOG_W_LO);
@@ -54,8 +54,8 @@ FPG_FN void decode_masks(const Decoder<F>& in, Spec<F>& s) {
   s.keep_high = in.number(P_KEEP_HIGH);
   s.correction = in.template code<Correction>(P_CORRECTION);
   s.correction_level = in.template code<CorrectionLevel>(P_CORRECTION_LEVEL);
-  s.is_low = in.number(P_IS_LOW);
-  s.is_high = in.number(P_IS_HIGH);
+  s.correction_low = in.number(P_CORRECTION_LOW);
+  s.correction_high = in.number(P_CORRECTION_HIGH);
   s.reject = in.template code<Reject>(P_REJECT);
   s.reject_low = in.number(P_REJECT_LOW);
   s.reject_high = in.number(P_REJECT_HIGH);
@@ -112,6 +112,16 @@ FPG_FN bool corrects_sequences(const Spec<F>& s) {
 template <class F>
 FPG_FN bool segments_needed(const Spec<F>& s) {
   return s.level != Level::token || s.surrogate == Surrogate::vespo || corrects_sequences(s);
+}
+
+/// Whether the spec has more than the first four surrogates with a band, a KL term, an entropy bonus and given weights. The
+/// loop over tokens is compiled without all of that as well: it then costs what its few terms cost.
+template <class F>
+FPG_FN bool has_extras(const Spec<F>& s) {
+  const bool clips = s.token_clip_lo > -static_cast<F>(INFINITY) || s.token_clip_hi < static_cast<F>(INFINITY);
+  const bool masks = s.keep != Keep::none || s.selection != Selection::none;
+  return clips || masks || has_correction(s) || s.missing_one || s.penalty_coef != F(0) || s.kl_forward != KlForward::none ||
+         s.surrogate > Surrogate::cispo;
 }
 
 }  // namespace fusedpg::FUSEDPG_ISA

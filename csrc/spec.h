@@ -18,7 +18,7 @@ enum class KlGradient { own = 0, straight_through = 1, score = 2 };
 enum class KlForward { none = 0, score = 1, k3 = 2 };
 enum class Selection { none = 0, clip_cov = 1, kl_cov = 2 };
 
-/// Positions in LossSpec.encode(); 45..47 are reserved. K_POS and K_NEG hold the two tau of the surrogate sapo.
+/// Positions in LossSpec.encode(); 45..47 are reserved. SHAPE is tau for sapo, k for vespo.
 enum Param : int {
   P_SURROGATE = 0,
   P_LEVEL = 1,
@@ -45,8 +45,8 @@ enum Param : int {
   P_KEEP_HIGH = 22,
   P_CORRECTION = 23,
   P_CORRECTION_LEVEL = 24,
-  P_IS_LOW = 25,
-  P_IS_HIGH = 26,
+  P_CORRECTION_LOW = 25,
+  P_CORRECTION_HIGH = 26,
   P_REJECT = 27,
   P_REJECT_LOW = 28,
   P_REJECT_HIGH = 29,
@@ -59,8 +59,8 @@ enum Param : int {
   P_OBS_COEF = 36,
   P_KL_FORWARD = 37,
   P_KL_FORWARD_COEF = 38,
-  P_K_POS = 39,
-  P_K_NEG = 40,
+  P_SHAPE_POS = 39,
+  P_SHAPE_NEG = 40,
   P_LAMBDA_POS = 41,
   P_LAMBDA_NEG = 42,
   P_LOG_W_LO = 43,
@@ -110,7 +110,7 @@ struct Spec {
   F keep_low, keep_high;
   Correction correction;
   CorrectionLevel correction_level;
-  F is_low, is_high;
+  F correction_low, correction_high;
   Reject reject;
   F reject_low, reject_high;
   bool missing_one;
@@ -119,7 +119,7 @@ struct Spec {
   F select_coef, obs_coef;
   KlForward kl_forward;
   F kl_forward_coef;
-  F k_pos, k_neg, lambda_pos, lambda_neg, log_w_lo, log_w_hi;
+  F shape_pos, shape_neg, lambda_pos, lambda_neg, log_w_lo, log_w_hi;
 };
 
 }  // namespace fusedpg

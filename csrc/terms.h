@@ -3,9 +3,20 @@
 // reference_terms.py and kernels/terms.py. Formulas: the `LossSpec` chapter of docs; every function returns value and
 // derivative together.
 #pragma once
-#include "masks.h"
+#include "values.h"
 
 namespace fusedpg::FUSEDPG_ISA {
+
+constexpr double PROBABILITY_FLOOR = 1e-6;              // of a binary distribution, in the KL keep mask
+constexpr double LOG_WEIGHT_MIN = -18.420680743952367;  // log 1e-8: a correction weight inside vespo's product
+constexpr double LOG_WEIGHT_MAX = 20.0;
+
+/// Comparisons, so that a NaN stays a NaN and counts as inside.
+template <class V>
+FPG_FN Clamped<V> clamp(V d, V lo, V hi) {
+  const MaskOf<V> below = d<lo, above = d> hi;
+  return {select(below, lo, select(above, hi, d)), negate(either(below, above))};
+}
 
 /// x = -A l
 template <class V>
@@ -44,7 +55,7 @@ FPG_FN Surrogated<V> cispo(const Spec<F>& spec, V ratio, V logp, V adv) {
 /// overflows; where r does, e is 0 and so is the derivative.
 template <class V, class F>
 FPG_FN Surrogated<V> sapo(const Spec<F>& spec, V ratio, V ratio_slope, V adv) {
-  const V tau = select(adv > V(0), V(spec.k_pos), V(spec.k_neg));
+  const V tau = select(adv > V(0), V(spec.shape_pos), V(spec.shape_neg));
   const V u = tau * (ratio - V(1));
   const V e = exp_any(-absolute(u)), whole = V(1) + e;
   const V gate = select(u < V(0), e, V(1)) / whole;
@@ -64,35 +75,83 @@ FPG_FN Surrogated<V> topr(const Spec<F>& spec, V ratio, V logp, V adv) {
 template <class V, class F>
 FPG_FN Surrogated<V> vespo(const Spec<F>& spec, V log_w, V logp, V adv) {
   const MaskOf<V> good = negate(adv < V(0));
-  const V k = select(good, V(spec.k_pos), V(spec.k_neg)), lambda = select(good, V(spec.lambda_pos), V(spec.lambda_neg));
+  const V k = select(good, V(spec.shape_pos), V(spec.shape_neg)), lambda = select(good, V(spec.lambda_pos), V(spec.lambda_neg));
   const V phi = exp_any(lambda + k * log_w - lambda * exp_any(log_w));
   return {-phi * adv * logp, V(0), -phi * adv, nowhere<V>()};
 }
 
-template <class V, class F>
+template <bool EXTRAS, class V, class F>
 FPG_FN Surrogated<V> surrogate_of_spec(const Spec<F>& spec, const TokenIn<V>& in, V ratio, V ratio_slope) {
-  switch (spec.surrogate) {
-    case Surrogate::reinforce: return reinforce(in.logp, in.adv);
-    case Surrogate::ratio: return importance_ratio(ratio, ratio_slope, in.adv);
-    case Surrogate::clip: return clipped_ratio(spec, ratio, ratio_slope, in.adv);
-    case Surrogate::cispo: return cispo(spec, ratio, in.logp, in.adv);
-    case Surrogate::sapo: return sapo(spec, ratio, ratio_slope, in.adv);
-    case Surrogate::topr: return topr(spec, ratio, in.logp, in.adv);
-    case Surrogate::vespo: break;
-  }
-  return vespo(spec, in.log_w, in.logp, in.adv);
+  if (EXTRAS && spec.surrogate == Surrogate::sapo) return sapo(spec, ratio, ratio_slope, in.adv);
+  if (EXTRAS && spec.surrogate == Surrogate::topr) return topr(spec, ratio, in.logp, in.adv);
+  if (EXTRAS && spec.surrogate == Surrogate::vespo) return vespo(spec, in.log_w, in.logp, in.adv);
+  return spec.surrogate == Surrogate::reinforce ? reinforce(in.logp, in.adv)
+         : spec.surrogate == Surrogate::ratio   ? importance_ratio(ratio, ratio_slope, in.adv)
+         : spec.surrogate == Surrogate::clip    ? clipped_ratio(spec, ratio, ratio_slope, in.adv)
+                                                : cispo(spec, ratio, in.logp, in.adv);
 }
 
 /// The surrogate of the spec; exactly 0 where A == 0, except that a NaN logp or log ratio stays visible.
-template <class V, class F>
+template <bool EXTRAS, class V, class F>
 FPG_FN Surrogated<V> surrogate(const Spec<F>& spec, const TokenIn<V>& in, V log_ratio, V ratio, V ratio_slope) {
-  Surrogated<V> s = surrogate_of_spec(spec, in, ratio, ratio_slope);
+  Surrogated<V> s = surrogate_of_spec<EXTRAS>(spec, in, ratio, ratio_slope);
   const MaskOf<V> some = negate(in.adv == V(0)), number = both(in.logp == in.logp, log_ratio == log_ratio);
   const V nothing = select(number, V(0), V(static_cast<F>(NAN)));
   s.x = select(some, s.x, nothing);
   s.dr = zero_unless(some, s.dr);
   s.dl = zero_unless(some, s.dl);
   return s;
+}
+
+/// A token's log ratio before its sequence's mean: clipped above where A > 0, below where A < 0.
+template <class V, class F>
+FPG_FN Clamped<V> clip_tokens(const Spec<F>& spec, V log_ratio, V adv) {
+  const V lo = V(spec.token_clip_lo), hi = V(spec.token_clip_hi);
+  const MaskOf<V> above = both(adv > V(0), log_ratio > hi), below = both(adv < V(0), log_ratio < lo);
+  return {select(above, hi, select(below, lo, log_ratio)), negate(either(above, below))};
+}
+
+/// Whether clip_tokens does anything.
+template <class F>
+FPG_FN bool clips_tokens(const Spec<F>& spec) {
+  const F infinity = static_cast<F>(INFINITY);
+  return spec.level == Level::sequence && (spec.token_clip_lo > -infinity || spec.token_clip_hi < infinity);
+}
+
+/// D(p'||p) of the two outcomes (this token, any other). The second outcome is clamped by itself: 1 - 1e-6 has no room in fp32.
+template <class F, class V>
+FPG_FN V binary_kl(V p, V p_anchor) {
+  const V lo = V(static_cast<F>(PROBABILITY_FLOOR)), hi = V(static_cast<F>(1 - PROBABILITY_FLOOR));
+  const V a = clamp(p_anchor, lo, hi).value, b = clamp(p, lo, hi).value;
+  const V not_a = clamp(V(1) - p_anchor, lo, hi).value, not_b = clamp(V(1) - p, lo, hi).value;
+  return a * log_any(a / b) + not_a * log_any(not_a / not_b);
+}
+
+/// What the keep mask compares with its bounds.
+template <class V, class F>
+FPG_FN V keep_value(const Spec<F>& spec, V logp, V anchor, V ratio) {
+  if (spec.keep == Keep::ratio) return ratio;
+  const V p = exp_any(logp), p_anchor = exp_any(anchor), moved = p - p_anchor;
+  return spec.keep == Keep::tv ? moved : binary_kl<F>(p, p_anchor) * sign(moved);
+}
+
+/// Whether any token can be dropped.
+template <class F>
+FPG_FN bool drops_tokens(const Spec<F>& spec) {
+  return spec.keep != Keep::none || spec.selection == Selection::clip_cov;
+}
+
+/// Where the keep mask, or the batch's selection, takes the policy term away. A NaN is kept.
+template <class V, class F>
+FPG_FN MaskOf<V> dropped(const Spec<F>& spec, const TokenIn<V>& in, V ratio) {
+  MaskOf<V> drop = nowhere<V>();
+  if (spec.keep != Keep::none) {
+    const V v = keep_value(spec, in.logp, in.anchor, ratio);
+    const MaskOf<V> below = v<V(spec.keep_low), above = v> V(spec.keep_high), up = in.adv > V(0);
+    drop = spec.keep_directional ? either(both(up, above), both(negate(up), below)) : either(below, above);
+  }
+  if (spec.selection == Selection::clip_cov) drop = either(drop, negate(in.selected == V(0)));
+  return drop;
 }
 
 template <class V>
@@ -168,8 +227,39 @@ FPG_FN void add_penalties(const Spec<F>& spec, const TokenIn<V>& in, TokenOut<V>
   }
 }
 
+template <class V>
+FPG_FN void keep_where(MaskOf<V> kept, TokenOut<V>& out) {
+  out.x = zero_unless(kept, out.x);
+  out.dr = zero_unless(kept, out.dr);
+  out.dl = zero_unless(kept, out.dl);
+}
+
+/// The keep mask, and what it does not take away.
 template <class V, class F>
-FPG_FN void add_kl(const Spec<F>& spec, const TokenIn<V>& in, V ratio, V ratio_slope, TokenOut<V>& out) {
+FPG_FN void mask_and_penalise(const Spec<F>& spec, const TokenIn<V>& in, TokenOut<V>& out) {
+  if (drops_tokens(spec)) {
+    out.dropped = dropped(spec, in, out.ratio);
+    keep_where(negate(out.dropped), out);
+    out.dual_clipped = both(out.dual_clipped, negate(out.dropped));
+  }
+  add_penalties(spec, in, out);
+}
+
+/// Everything of one policy token. `has_weight` says whether in.weight is real; without EXTRAS the spec has none (has_extras).
+template <bool EXTRAS, class V, class F>
+FPG_FN TokenOut<V> token_terms(const Spec<F>& spec, const TokenIn<V>& in, bool has_weight) {
+  const Clamped<V> d = clamp(in.log_ratio_level, V(spec.log_ratio_lo), V(spec.log_ratio_hi));
+  const V ratio = exp_any(d.value);
+  const V ratio_slope = zero_unless(d.inside, ratio);
+  const Surrogated<V> s = surrogate<EXTRAS>(spec, in, d.value, ratio, ratio_slope);
+  TokenOut<V> out{s.x, s.dr, s.dl, d.value, ratio, V(0), s.dual_clipped, nowhere<V>()};
+  if (EXTRAS) mask_and_penalise(spec, in, out);
+  if (has_weight && !(EXTRAS && spec.surrogate == Surrogate::vespo)) {  // there it is part of log_w
+    const MaskOf<V> some = negate(in.weight == V(0));
+    out.x = zero_unless(some, out.x * in.weight);
+    out.dr = zero_unless(some, out.dr * in.weight);
+    out.dl = zero_unless(some, out.dl * in.weight);
+  }
   if (spec.kl != Kl::none) {
     const KlValue<V> k = kl_term(spec, in.logp, in.kl_target);
     const V coef = V(spec.kl_coef), rho = spec.kl_ratio == KlRatio::none ? V(1) : ratio;
@@ -178,42 +268,11 @@ FPG_FN void add_kl(const Spec<F>& spec, const TokenIn<V>& in, V ratio, V ratio_s
     out.dl = out.dl + coef * rho * k.slope;
     if (spec.kl_ratio == KlRatio::live) out.dr = out.dr + coef * ratio_slope * k.value;
   }
-  if (spec.kl_forward != KlForward::none) {
+  if (EXTRAS && spec.kl_forward != KlForward::none) {
     const KlValue<V> k = kl_forward(spec, in.logp, in.kl_target);
     out.x = out.x + V(spec.kl_forward_coef) * k.value;
     out.dl = out.dl + V(spec.kl_forward_coef) * k.slope;
   }
-}
-
-template <class V>
-FPG_FN void keep_where(MaskOf<V> kept, TokenOut<V>& out) {
-  out.x = zero_unless(kept, out.x);
-  out.dr = zero_unless(kept, out.dr);
-  out.dl = zero_unless(kept, out.dl);
-}
-
-/// Everything of one policy token. `has_weight` says whether in.weight is real.
-template <class V, class F>
-FPG_FN TokenOut<V> token_terms(const Spec<F>& spec, const TokenIn<V>& in, bool has_weight) {
-  const Clamped<V> d = clamp(in.log_ratio_level, V(spec.log_ratio_lo), V(spec.log_ratio_hi));
-  const V ratio = exp_any(d.value);
-  const V ratio_slope = zero_unless(d.inside, ratio);
-  const Surrogated<V> s = surrogate(spec, in, d.value, ratio, ratio_slope);
-  TokenOut<V> out{s.x, s.dr, s.dl, d.value, ratio, V(0), s.dual_clipped, nowhere<V>()};
-  if (drops_tokens(spec)) {
-    out.dropped = dropped(spec, in, ratio);
-    keep_where(negate(out.dropped), out);
-    out.dual_clipped = both(out.dual_clipped, negate(out.dropped));
-  }
-  add_penalties(spec, in, out);
-  if (has_weight && spec.surrogate != Surrogate::vespo) {  // there it is part of log_w
-    const V weight = in.weight.value;
-    out.x = out.x * weight;
-    out.dr = out.dr * weight;
-    out.dl = out.dl * weight;
-    keep_where(negate(weight == V(0)), out);
-  }
-  add_kl(spec, in, ratio, ratio_slope, out);
   if (spec.entropy_coef != F(0)) out.x = out.x - V(spec.entropy_coef) * in.entropy;
   return out;
 }

@@ -26,18 +26,11 @@ struct KlValue {
   V value, slope;
 };
 
-/// The correction weight of a token, and where it was missing.
-template <class V>
-struct Weight {
-  V value;
-  MaskOf<V> missing;
-};
-
 /// log_ratio: of the token itself; log_ratio_level: of the spec's level; log_w: of the sequence's product.
 template <class V>
 struct TokenIn {
-  V logp, adv, anchor, log_ratio, log_ratio_level, log_w, selected, kl_target, entropy;
-  Weight<V> weight;
+  V logp, adv, anchor, log_ratio, log_ratio_level, log_w, selected, kl_target, entropy, weight;
+  MaskOf<V> missing;  // of the weight
 };
 
 template <class V>
@@ -65,13 +58,6 @@ FPG_FN V zero_unless(MaskOf<V> m, V x) {
 template <class V>
 FPG_FN V sign(V x) {
   return select(x > V(0), V(1), select(x < V(0), V(-1), x));
-}
-
-/// Comparisons, so that a NaN stays a NaN and counts as inside.
-template <class V>
-FPG_FN Clamped<V> clamp(V d, V lo, V hi) {
-  const MaskOf<V> below = d<lo, above = d> hi;
-  return {select(below, lo, select(above, hi, d)), negate(either(below, above))};
 }
 
 }  // namespace fusedpg::FUSEDPG_ISA

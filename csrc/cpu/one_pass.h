@@ -39,7 +39,9 @@ class OnePassHooks final : public RowHooks<F> {
   }
   bool done(int64_t row, RowStats<F>& stats, RowCoefficients& q) override {
     out_.put(row, stats);  // the view reads logp from there
-    const TokenOut<F> t = token_terms(spec_, read_token(spec_, view_, ReadOne<F>{row}), view_.has_weight());
+    TokenIn<F> in;
+    read_token<true>(spec_, view_, ReadOne<F>{row}, in);
+    const TokenOut<F> t = token_terms<true>(spec_, in, view_.has_weight());
     const F w = view_.w[row], e = -spec_.entropy_coef * w;
     F c = token_coefficient(w, t.dl, t.dr);
     if (view_.obs_w) c = c + observation_coefficient(spec_, view_.obs_w[row]);

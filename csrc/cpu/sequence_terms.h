@@ -63,7 +63,7 @@ class SequenceTerms {
       const ReadOne<F> read{i};
       F sum = clamp(read_log_ratio(view, read), spec_.token_clip_lo, spec_.token_clip_hi).value;
       if (view.has_weight()) {
-        const F log_weight = log_any(read_weight(spec_, view, read).value);
+        const F log_weight = log_any(read_weight(spec_, view, read_missing(spec_, view, read), read));
         sum += clamp(log_weight, static_cast<F>(LOG_WEIGHT_MIN), static_cast<F>(LOG_WEIGHT_MAX)).value;
       }
       return WeightedSum{static_cast<double>(sum), 0};

@@ -75,32 +75,31 @@ struct Band {
   MaskOf<V> low, high;
 };
 
-template <class V, class F>
+template <bool EXTRAS, class V, class F>
 FPG_FN Band<V> outside_band(const Spec<F>& spec, const TokenIn<V>& in, const TokenOut<V>& t, MaskOf<V> on) {
   MaskOf<V> low = t.ratio<V(spec.clip_low), high = t.ratio> V(spec.clip_high), counted = on;
-  if (spec.surrogate == Surrogate::topr) counted = both(counted, negate(in.adv > V(0)));
-  if (clips_tokens(spec)) {
+  if (EXTRAS && spec.surrogate == Surrogate::topr) counted = both(counted, negate(in.adv > V(0)));
+  if (EXTRAS && clips_tokens(spec)) {
     low = either(low, in.log_ratio < V(spec.token_clip_lo));
     high = either(high, in.log_ratio > V(spec.token_clip_hi));
   }
-  if (drops_tokens(spec)) counted = both(counted, negate(t.dropped));
+  if (EXTRAS && drops_tokens(spec)) counted = both(counted, negate(t.dropped));
   return {both(counted, low), both(counted, high)};
 }
 
 /// Missing weights stay out of the correction's metrics.
 template <class F>
-FPG_FN void add_weight_metrics(const Weight<typename Vector<F>::type>& weight, MaskOf<typename Vector<F>::type> on,
+FPG_FN void add_weight_metrics(const TokenIn<typename Vector<F>::type>& in, MaskOf<typename Vector<F>::type> on,
                                SumLanes<F>& sums) {
-  using V = typename Vector<F>::type;
-  const MaskOf<V> known = both(on, negate(weight.missing));
+  const MaskOf<typename Vector<F>::type> known = both(on, negate(in.missing));
   sums.count(S_IS_TOKENS, known);
-  sums.add(S_IS_WEIGHT, zero_unless(known, weight.value));
-  sums.count(S_IS_ZERO, both(known, weight.value == V(0)));
-  sums.is_max = sums.extremum(known, weight.value > sums.is_max, weight.value, sums.is_max);
+  sums.add(S_IS_WEIGHT, zero_unless(known, in.weight));
+  sums.count(S_IS_ZERO, both(known, in.weight == typename Vector<F>::type(0)));
+  sums.is_max = sums.extremum(known, in.weight > sums.is_max, in.weight, sums.is_max);
 }
 
 /// `numerator`: what the tokens add to it, with their weights.
-template <class F>
+template <bool EXTRAS, class F>
 FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::type>& in,
                         const TokenOut<typename Vector<F>::type>& t, typename Vector<F>::type numerator,
                         MaskOf<typename Vector<F>::type> on, bool has_weight, SumLanes<F>& sums) {
@@ -109,7 +108,7 @@ FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::t
   sums.add(S_NUMERATOR, numerator);
   sums.count(S_TOKENS, on);
   sums.add(S_RATIO, added(t.ratio));
-  const Band<V> band = outside_band(spec, in, t, on);
+  const Band<V> band = outside_band<EXTRAS>(spec, in, t, on);
   sums.count(S_CLIP_LOW, both(band.low, in.adv < V(0)));
   sums.count(S_CLIP_HIGH, both(band.high, in.adv > V(0)));
   sums.count(S_DUAL_CLIPPED, both(on, t.dual_clipped));
@@ -118,8 +117,8 @@ FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::t
   sums.add(S_KL_OLD_K3, added(t.ratio - V(1) - t.log_ratio));
   if (spec.kl != Kl::none) sums.add(S_KL, added(t.kl));
   sums.add(S_ENTROPY, added(in.entropy));
-  if (drops_tokens(spec)) sums.count(S_KEEP, both(on, negate(t.dropped)));
-  if (has_weight) add_weight_metrics<F>(in.weight, on, sums);
+  if (EXTRAS && drops_tokens(spec)) sums.count(S_KEEP, both(on, negate(t.dropped)));
+  if (has_weight) add_weight_metrics<F>(in, on, sums);
   sums.ratio_min = sums.extremum(on, t.ratio < sums.ratio_min, t.ratio, sums.ratio_min);
   sums.ratio_max = sums.extremum(on, t.ratio > sums.ratio_max, t.ratio, sums.ratio_max);
 }

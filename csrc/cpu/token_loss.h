@@ -38,7 +38,7 @@ struct TokenArrays {
   F scale;
 };
 
-template <bool FULL, class F>
+template <bool EXTRAS, bool FULL, class F>
 FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F>& out, int64_t i, int n,
                          SumLanes<F>& sums) {
   using V = typename Vector<F>::type;
@@ -46,10 +46,11 @@ FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const Token
   const auto put = [&](F* p, V x) __attribute__((always_inline)) { FULL ? store(p + i, x) : store_first(p + i, n, x); };
   const V w = read(v.w, F(1));
   const MaskOf<V> on = negate(w == V(0));
-  const TokenIn<V> in = read_token(spec, v, read);
-  const TokenOut<V> t = token_terms(spec, in, v.has_weight());
+  TokenIn<V> in;
+  read_token<EXTRAS>(spec, v, read, in);
+  const TokenOut<V> t = token_terms<EXTRAS>(spec, in, v.has_weight());
   V x = zero_unless(on, t.x), numerator = zero_unless(on, w * t.x), c = token_coefficient(w, t.dl, t.dr);
-  if (v.obs_w) {
+  if (EXTRAS && v.obs_w) {
     const V obs_w = read(v.obs_w, 0), observed = zero_unless(negate(obs_w == V(0)), V(-spec.obs_coef) * in.logp);
     x = x + observed;
     numerator = numerator + zero_unless(negate(obs_w == V(0)), obs_w * observed);
@@ -64,34 +65,35 @@ FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const Token
     sums.count(S_ACTIVE, negate(c == V(0)));
   }
   if (out.e) put(out.e, zero_unless(on, V(-spec.entropy_coef) * w * V(out.scale)));
-  add_metrics(spec, in, t, numerator, on, v.has_weight(), sums);
+  add_metrics<EXTRAS>(spec, in, t, numerator, on, v.has_weight(), sums);
 }
 
-template <class F>
+template <bool EXTRAS, class F>
 void token_block(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F>& out, int64_t begin, int64_t end,
                  double* block_sums) {
   constexpr int W = Vector<F>::width;
   SumLanes<F> sums;
   int64_t i = begin;
   for (int vectors = 0; i + W <= end; i += W) {
-    token_vector<true>(spec, v, out, i, W, sums);
+    token_vector<EXTRAS, true>(spec, v, out, i, W, sums);
     if (++vectors % FLUSH_EVERY == 0) sums.flush();
   }
-  if (i < end) token_vector<false>(spec, v, out, i, static_cast<int>(end - i), sums);
+  if (i < end) token_vector<EXTRAS, false>(spec, v, out, i, static_cast<int>(end - i), sums);
   sums.finish(block_sums);
 }
 
 /// c = w (dl + D), D the mean of dr over the sequence, which passes no token that its mean clips; counts the active tokens.
-template <class F>
+template <bool EXTRAS, class F>
 int64_t share_sequence_derivative(int threads, const Spec<F>& spec, const TokenView<F>& v, const F* shared, int64_t n, F scale,
                                   F* c) {
-  const bool clips = clips_tokens(spec);
+  const bool clips = EXTRAS && clips_tokens(spec), observes = EXTRAS && v.obs_w;
+  const F* w = v.w;
   int64_t active = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : active)
   for (int64_t i = 0; i < n; ++i) {
     const bool passes = !clips || clip_tokens(spec, read_log_ratio(v, ReadOne<F>{i}), v.adv[i]).inside;
-    F whole = token_coefficient(v.w[i], c[i], passes ? shared[i] : F(0));
-    if (v.obs_w) whole = whole + observation_coefficient(spec, v.obs_w[i]);
+    F whole = token_coefficient(w[i], c[i], passes ? shared[i] : F(0));
+    if (observes) whole = whole + observation_coefficient(spec, v.obs_w[i]);
     active += !(whole == F(0));
     c[i] = whole * scale;
   }
@@ -103,6 +105,7 @@ template <class F>
 void token_blocks(int threads, const Spec<F>& spec, const TokenView<F>& view, const Tokens& tokens, const TokenArrays<F>& out,
                   double* block_sums) {
   const int64_t n = tokens.count, blocks = blocks_of(n, TOKEN_BLOCK);
+  const auto block = has_extras(spec) || view.obs_w ? token_block<true, F> : token_block<false, F>;
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flush;
@@ -115,7 +118,7 @@ void token_blocks(int threads, const Spec<F>& spec, const TokenView<F>& view, co
         for (int64_t i = begin; i < end; ++i) w[i - begin] = static_cast<F>(tokens.mask[i]);
         mine.w = w - begin;
       }
-      token_block(spec, mine, out, begin, end, block_sums + b * NSUMS);
+      block(spec, mine, out, begin, end, block_sums + b * NSUMS);
     }
   }
 }
@@ -140,7 +143,9 @@ void token_loss(int threads, const Spec<F>& spec, const F* logp, const F* entrop
   if (shared) {
     const F* per_row = dr.get();
     sequences.mean(threads, view.w, [per_row](int64_t i) { return per_row[i]; }, seq_dr.get());
-    all[S_ACTIVE] = static_cast<double>(share_sequence_derivative(threads, spec, view, seq_dr.get(), n, out.scale, out.c));
+    const auto share =
+        clips_tokens(spec) || view.obs_w ? share_sequence_derivative<true, F> : share_sequence_derivative<false, F>;
+    all[S_ACTIVE] = static_cast<double>(share(threads, spec, view, seq_dr.get(), n, out.scale, out.c));
   }
   if (!drops_tokens(spec)) all[S_KEEP] = all[S_TOKENS];
   for (int s = 0; s < NSUMS; ++s) static_cast<F*>(outputs.sums)[s] = static_cast<F>(all[s]);

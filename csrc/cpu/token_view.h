@@ -1,7 +1,7 @@
 // csrc/cpu/token_view.h: the tokens of a call as stage B reads them: pointers that the spec selects, and the one place that
 // turns a token, or a vector of them, into the input of its terms.
 #pragma once
-#include "../terms.h"
+#include "../correction.h"
 #include "api.h"
 
 namespace fusedpg::FUSEDPG_ISA {
@@ -56,33 +56,45 @@ FPG_FN typename Read::V read_log_ratio(const TokenView<F>& v, const Read& read) 
   return log_ratio_token(read(v.logp, 0), read(v.anchor, 0), v.anchor != nullptr);
 }
 
-/// The token's weight: the one given, or the one formed from its rollout and its sequence's.
+/// Where the weight's source is missing by the spec.
 template <class F, class Read>
-FPG_FN Weight<typename Read::V> read_weight(const Spec<F>& spec, const TokenView<F>& v, const Read& read) {
+FPG_FN MaskOf<typename Read::V> read_missing(const Spec<F>& spec, const TokenView<F>& v, const Read& read) {
   using V = typename Read::V;
-  const V source = v.is_weight ? read(v.is_weight, 1) : read(v.rollout, 0);
-  const MaskOf<V> missing = spec.missing_one ? is_nan(source) : nowhere<V>();
-  if (v.is_weight) return {select(missing, V(1), source), missing};
-  const V log_rho = read(v.rho_top ? v.rho_top : v.logp, 0) - source;
-  return {correction_weight(spec, log_rho, missing, read(v.rho_weight_seq, 0), read(v.rho_reject_seq, 0)), missing};
+  return spec.missing_one ? is_nan(read(v.is_weight ? v.is_weight : v.rollout, 0)) : nowhere<V>();
 }
 
-/// A token's term inputs; what the spec does not read costs nothing.
+/// The token's weight: the one given, or the one formed from its rollout and its sequence's.
 template <class F, class Read>
-FPG_FN TokenIn<typename Read::V> read_token(const Spec<F>& spec, const TokenView<F>& v, const Read& read) {
+FPG_FN typename Read::V read_weight(const Spec<F>& spec, const TokenView<F>& v, MaskOf<typename Read::V> missing,
+                                    const Read& read) {
   using V = typename Read::V;
-  TokenIn<V> in{};
+  if (v.is_weight) return select(missing, V(1), read(v.is_weight, 1));
+  const V log_rho = read(v.rho_top ? v.rho_top : v.logp, 0) - read(v.rollout, 0);
+  return correction_weight(spec, log_rho, missing, read(v.rho_weight_seq, 0), read(v.rho_reject_seq, 0));
+}
+
+/// A token's term inputs; without EXTRAS (see has_extras) those of the first losses. Written member by member: GCC keeps a
+/// returned struct of lanes in memory.
+template <bool EXTRAS, class F, class V, class Read>
+FPG_FN void read_token(const Spec<F>& spec, const TokenView<F>& v, const Read& read, TokenIn<V>& in) {
   in.logp = read(v.logp, 0);
   in.adv = read(v.adv, 0);
-  in.anchor = v.anchor ? read(v.anchor, 0) : in.logp;
-  in.log_ratio = log_ratio_token(in.logp, in.anchor, v.anchor != nullptr);
-  in.log_ratio_level = v.log_ratio_seq ? read(v.log_ratio_seq, 0) : in.log_ratio;
-  if (v.log_w_seq) in.log_w = clamp(read(v.log_w_seq, 0), V(spec.log_w_lo), V(spec.log_w_hi)).value;
-  if (v.selected) in.selected = read(v.selected, 0);
   in.kl_target = read(v.kl_target, 0);
   in.entropy = read(v.entropy, 0);
-  if (v.has_weight()) in.weight = read_weight(spec, v, read);
-  return in;
+  if (EXTRAS) {
+    in.anchor = read(v.anchor ? v.anchor : v.logp, 0);
+    in.log_ratio = log_ratio_token(in.logp, in.anchor, v.anchor != nullptr);
+    in.log_ratio_level = v.log_ratio_seq ? read(v.log_ratio_seq, 0) : in.log_ratio;
+    in.log_w = clamp(read(v.log_w_seq, 0), V(spec.log_w_lo), V(spec.log_w_hi)).value;
+    in.selected = read(v.selected, 0);
+    in.missing = read_missing(spec, v, read);
+    in.weight = v.has_weight() ? read_weight(spec, v, in.missing, read) : V(1);
+  } else {
+    in.log_ratio_level =
+        v.log_ratio_seq ? read(v.log_ratio_seq, 0) : log_ratio_token(in.logp, read(v.anchor, 0), v.anchor != nullptr);
+    in.weight = read(v.is_weight, 1);
+    in.missing = nowhere<V>();
+  }
 }
 
 }  // namespace fusedpg::FUSEDPG_ISA
