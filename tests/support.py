@@ -39,8 +39,21 @@ TERMS: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coef": 0.05},
     "k3-entropy": {"kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05},
     "k3-score": {"kl": "k3", "kl_coef": 0.1, "kl_gradient": "score", "kl_ratio": "detached"},
-    "forward-k3": {"kl": "k1", "kl_coef": 0.1, "kl_forward": "k3", "kl_forward_coef": 0.2},
-    "forward-score": {"kl_forward": "score", "kl_forward_coef": 0.2, "kl_target": "rollout"},
+    "sampled-k3": {
+        "kl": "k1",
+        "kl_coef": 0.1,
+        "kl_backward": "k3",
+        "kl_backward_coef": 0.1,
+        "kl_forward": "k3",
+        "kl_forward_coef": 0.2,
+    },
+    "sampled-score": {
+        "kl_backward": "score",
+        "kl_backward_coef": 0.1,
+        "kl_forward": "score",
+        "kl_forward_coef": 0.2,
+        "kl_target": "rollout",
+    },
     "is-truncate": {"is_correction": "truncate", "is_high": 1.1},
     "is-mask-geometric": {"is_correction": "mask", "is_level": "geometric", "is_low": 0.9, "is_high": 1.2},
     "is-product-reject": {
@@ -69,6 +82,7 @@ TIGHT: dict[str, dict[str, Any]] = {
     "dro": {"beta": 0.3},
     "clip_cov": {"clip_cov_ratio": 0.4, "clip_cov_lb": 0.0, "clip_cov_ub": 50.0},
     "kl_cov": {"kl_cov_ratio": 0.4, "ppo_kl_coef": 0.5},
+    "reinforce_kl": {"bwd_kl_coef": 0.1, "fwd_kl_coef": 0.2},
 }
 
 
@@ -76,8 +90,14 @@ def applies(name: str, terms: str) -> bool:
     """Whether a loss reads the knobs of a variant, and they mean something for it."""
     knobs = TERMS[terms]
     own_mask = fusedpg.CATALOGUE[name].keep != Keep.NONE and "keep" in knobs
+    own_kl = name == "reinforce_kl" and ("kl_backward" in knobs or "kl_target" in knobs)
     by_sequence = {"is_level", "is_reject"} & set(knobs)
-    return set(knobs) <= losses.ENTRIES[name].knobs and not own_mask and not (name == "vespo" and by_sequence)
+    return (
+        set(knobs) <= losses.ENTRIES[name].knobs
+        and not own_mask
+        and not own_kl
+        and not (name == "vespo" and by_sequence)
+    )
 
 
 def spec_for(name: str, reduction: str, terms: str) -> LossSpec:

@@ -81,7 +81,7 @@ def has_stop_gradient(spec: fusedpg.LossSpec) -> bool:
     return (
         spec.kl_gradient.name != "OWN"
         or spec.kl_ratio.name == "DETACHED"
-        or spec.kl_forward.name == "SCORE"
+        or (spec.has_kl_forward and spec.kl_forward.name == "SCORE")
         or spec.level.name == "SEQUENCE_TOKEN"
         or spec.surrogate.name in ("CISPO", "TOPR", "VESPO")
         or (spec.has_correction and spec.anchor.name != "OLD")

@@ -6,7 +6,7 @@ import pytest
 
 import fusedpg
 from fusedpg import reference, reference_terms
-from fusedpg.spec import Correction, CorrectionLevel, Keep, KLForward, KLGradient, Reject, Selection
+from fusedpg.spec import Correction, CorrectionLevel, Keep, KLGradient, KLSampled, Reject, Selection
 from test_reference_literals import LITERALS as FIRST
 from test_reference_literals import Literal, check, ln, spec, wrong_slope, wrong_value
 
@@ -264,31 +264,52 @@ LITERALS = [
             ("abs", LN2, 1 + LN2),
         )
     ),
-    # forward KL at d = ln 2: score form -d/2 with slope -1/2; k3 form 1 - (1 + d)/2 with slope d/2
-    Literal(
-        "kl-forward-score",
-        spec("ppo_clip", kl_forward="score", kl_forward_coef=2.0),
-        [LN2],
-        [-LN2],
-        [-1.0],
-        {"advantages": 0.0, "logp_old": [0.0], "logp_ref": [0.0]},
+    # on the target's samples, t = ln 2. backward: -l; e^t - 1 - t. forward: sg(e^t*t)*l; e^t*t - e^t + 1. Slopes -1, 1, t*2
+    *(
+        Literal(
+            f"{term}-{form}",
+            spec("ppo_clip", **{term: form, f"{term}_coef": 2.0}),
+            [LN2],
+            [2 * value],
+            [2 * slope],
+            {"advantages": 0.0, "logp_old": [0.0], "logp_ref": [0.0]},
+        )
+        for term, form, value, slope in (
+            ("kl_backward", "score", -LN2, -1.0),
+            ("kl_backward", "k3", 1 - LN2, 1.0),
+            ("kl_forward", "score", 2 * LN2 * LN2, 2 * LN2),
+            ("kl_forward", "k3", 2 * LN2 - 1, 2 * LN2),
+        )
     ),
-    Literal(
-        "kl-forward-k3",
-        spec("ppo_clip", kl_forward="k3", kl_forward_coef=2.0),
-        [LN2],
-        [2 - (1 + LN2)],
-        [LN2],
-        {"advantages": 0.0, "logp_old": [0.0], "logp_ref": [0.0]},
-    ),
-    # -r*A*l + 0.5*k3 at r = 2, l = ln 2 above the reference
+    # -rho*A*l with rho = 2, 0.5*(-l), 0.25*sg(2*ln 2)*l
     Literal(
         "reinforce_kl",
-        spec("reinforce_kl", kl_coef=0.5),
+        spec("reinforce_kl", bwd_kl_coef=0.5, fwd_kl_coef=0.25),
         [-1.0],
-        [2.0 + 0.5 * (LN2 - 0.5)],
-        [-2.0 + 0.25],
-        {"advantages": [1.0], "logp_old": [-1 - LN2], "logp_ref": [-1 - LN2]},
+        [2.0 + 0.5 - 0.5 * LN2],
+        [-2.0 - 0.5 + 0.5 * LN2],
+        {"advantages": [1.0], "logp_rollout": [-1 - LN2]},
+    ),
+    # delta below the band's end: A = -1, r = 1.4 of [0.8, 1.5]: max(1.1, 1.4) keeps the clipped branch's own gradient
+    Literal(
+        "delta-inside-the-band",
+        spec("ppo_clip", delta=1.1, epsilon_high=0.5),
+        ln(1.4, 1.6),
+        [1.4, 1.5],
+        [1.4, 0.0],
+        {"advantages": [-1.0, -1.0], "logp_old": [0.0, 0.0]},
+    ),
+    # a cap of 1 binds on k3(ln 8) = ln 8 - 7/8: no gradient, with the score term or without; also where e^-d overflows
+    *(
+        Literal(
+            f"kl-cap-{gradient}",
+            spec("ppo_clip", kl="k3", kl_coef=1.0, kl_clamp=1.0, kl_gradient=gradient, kl_log_ratio_clamp=None),
+            [3 * LN2, -800.0],
+            [1.0, 1.0],
+            [0.0, 0.0],
+            {"advantages": 0.0, "logp_old": [0.0, 0.0], "logp_ref": [0.0, 0.0]},
+        )
+        for gradient in ("own", "score")
     ),
     # the second token is an observation, the third both, the fourth neither
     Literal(
@@ -333,7 +354,7 @@ def test_every_axis_value_has_a_literal():
     assert {s.is_level for s in specs} == set(CorrectionLevel)
     assert {s.is_reject for s in specs} == set(Reject)
     assert {s.kl_gradient for s in specs} == set(KLGradient)
-    assert {s.kl_forward for s in specs} == set(KLForward)
+    assert {s.kl_forward for s in specs} == {s.kl_backward for s in specs} == set(KLSampled)
     assert {s.selection for s in specs} == set(Selection)
 
 
@@ -346,8 +367,12 @@ def some_fail() -> bool:
     return False
 
 
+SMOOTH = ["sapo", "topr", "vespo", "clip_tokens"]
+SMOOTH += ["kl_backward_score", "kl_backward_k3", "kl_forward_score", "kl_forward_k3"]
+
+
 @pytest.mark.parametrize("damage", [wrong_value, wrong_slope])
-@pytest.mark.parametrize("term", ["sapo", "topr", "vespo", "clip_tokens", "kl_forward_score", "kl_forward_k3"])
+@pytest.mark.parametrize("term", SMOOTH)
 def test_mutants_are_caught(term, damage, monkeypatch):
     """A wrong value or a wrong derivative of any one term makes some literal fail."""
     whole = getattr(reference_terms, term)

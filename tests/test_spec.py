@@ -21,9 +21,9 @@ from fusedpg.spec import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
     KLGradient,
     KLRatio,
+    KLSampled,
     KLTarget,
     Level,
     LossSpec,
@@ -108,7 +108,7 @@ def test_catalogue_defaults():
     assert c["gspo"].reduction == c["gspo_token"].reduction == "seq-mean-token-mean"
     assert c["luspo"].reduction == "seq-mean-token-sum", "L times the sequence's loss is the sum over its L tokens"
     assert (c["cispo"].clip_low, c["cispo"].clip_high) == (-INF, 1.2)
-    assert [name for name in ORDER if c[name].has_kl] == ["grpo", "reinforce_kl"]
+    assert [name for name in ORDER if c[name].has_kl] == ["grpo"]
 
 
 def test_catalogue_defaults_of_masks_and_products():
@@ -120,7 +120,7 @@ def test_catalogue_defaults_of_masks_and_products():
     assert c["dppo_tv"].clip_high == INF, "the ratio of DPPO is not truncated"
     assert (c["icepop"].keep, c["icepop"].keep_low, c["icepop"].keep_high) == (Keep.RATIO, 0.5, 5.0)
     assert not c["icepop"].keep_directional
-    assert [name for name in ORDER if c[name].anchor == Anchor.ROLLOUT] == ["icepop", "topr", "ipo"]
+    assert [name for name in ORDER if c[name].anchor == Anchor.ROLLOUT] == ["icepop", "topr", "ipo", "reinforce_kl"]
     assert (c["sapo"].tau_pos, c["sapo"].tau_neg, c["sapo"].reduction) == (1.0, 1.05, "seq-mean-token-mean")
     assert (c["vespo"].k_pos, c["vespo"].lambda_pos, c["vespo"].k_neg, c["vespo"].lambda_neg) == (2.0, 3.0, 3.0, 2.0)
     assert (c["topr"].clip_low, c["topr"].clip_high) == (0.0, 1.0)
@@ -250,8 +250,13 @@ def test_properties(name, knobs, properties):
         ("grpo", {"kl_gradient": "score"}, {"kl_gradient": KLGradient.SCORE}),
         (
             "grpo",
-            {"kl_forward": "k3", "kl_forward_coef": 0.5},
-            {"kl_forward": KLForward.K3, "kl_forward_coef": 0.5},
+            {"kl_forward": "k3", "kl_forward_coef": 0.5, "kl_backward": "score", "kl_backward_coef": 0.25},
+            {"kl_forward": KLSampled.K3, "kl_backward": KLSampled.SCORE, "kl_backward_coef": 0.25},
+        ),
+        (
+            "reinforce_kl",
+            {"bwd_kl_coef": 0.5, "kl_approx": True},
+            {"kl_backward": KLSampled.K3, "kl_backward_coef": 0.5},
         ),
         ("ppo_clip", {"obs_coef": 0.5}, {"obs_coef": 0.5}),
     ],
@@ -487,8 +492,10 @@ def test_encode_layout():
         is_reject_high=7.0,
         is_missing_one=True,
         obs_coef=0.75,
-        kl_forward=KLForward.K3,
+        kl_forward=KLSampled.K3,
         kl_forward_coef=0.0625,
+        kl_backward=KLSampled.SCORE,
+        kl_backward_coef=0.03125,
         k_pos=1.5,
         k_neg=2.25,
         lambda_pos=3.25,
@@ -498,7 +505,7 @@ def test_encode_layout():
     )
     expected = [2, 2, 2, 0.7, 1.4, 3.5, 2.5, -8, 9, 4, 0.25, 1, 2, 2, -1, 2, -3, 4, 0.125]
     expected += [1, 1, 0.1, 6, 2, 2, 0.3, 1.7, 2, 0.2, 7, 1, -INF, INF, 0, 0, 0.375, 0.75, 2, 0.0625]
-    expected += [1.5, 2.25, 3.25, 4.25, -5, 6, 0, 0, 0]
+    expected += [1.5, 2.25, 3.25, 4.25, -5, 6, 1, 0.03125, 0]
     assert spec.encode() == expected
     assert len(spec.encode()) == NPARAMS == 48
     sapo = fusedpg.loss_spec("sapo", tau_pos=2.0, tau_neg=3.0).encode()
@@ -528,7 +535,7 @@ def test_codes_are_fixed():
     assert {s.name: s.value for s in KLTarget} == {"REF": 0, "ROLLOUT": 1}
     assert {s.name: s.value for s in KLRatio} == {"NONE": 0, "DETACHED": 1, "LIVE": 2}
     assert {s.name: s.value for s in KLGradient} == {"OWN": 0, "STRAIGHT_THROUGH": 1, "SCORE": 2}
-    assert {s.name: s.value for s in KLForward} == {"NONE": 0, "SCORE": 1, "K3": 2}
+    assert {s.name: s.value for s in KLSampled} == {"NONE": 0, "SCORE": 1, "K3": 2}
     assert {s.name: s.value for s in Keep} == {"NONE": 0, "RATIO": 1, "TV": 2, "KL": 3}
     assert {s.name: s.value for s in Correction} == {"NONE": 0, "TRUNCATE": 1, "MASK": 2}
     assert {s.name: s.value for s in CorrectionLevel} == {"TOKEN": 0, "SEQUENCE": 1, "GEOMETRIC": 2}
@@ -547,7 +554,8 @@ TERMS = [
     "dropped",
     *(f"kl_{member.name.lower()}" for member in KL if member),
     "kl_term",
-    *(f"kl_forward_{member.name.lower()}" for member in KLForward if member),
+    *(f"{term}_{member.name.lower()}" for term in ("kl_backward", "kl_forward") for member in KLSampled if member),
+    "kl_backward",
     "kl_forward",
 ]
 WEIGHTS = ["bound_weight", "rejected", "correction_weight"]
@@ -601,7 +609,7 @@ def cpp_enum(name: str) -> dict[str, int]:
         (KLTarget, "KlTarget"),
         (KLRatio, "KlRatio"),
         (KLGradient, "KlGradient"),
-        (KLForward, "KlForward"),
+        (KLSampled, "KlSampled"),
         (Keep, "Keep"),
         (Correction, "Correction"),
         (CorrectionLevel, "CorrectionLevel"),
@@ -662,6 +670,8 @@ PARAMETERS = [
     "LAMBDA_NEG",
     "LOG_W_LO",
     "LOG_W_HI",
+    "KL_BACKWARD",
+    "KL_BACKWARD_COEF",
 ]
 
 
@@ -698,8 +708,10 @@ def test_every_field_reaches_the_kernels(name):
         Surrogate.CLIPPED_RATIO,
         kl=KL.K1,
         kl_coef=0.5,
-        kl_forward=KLForward.K3,
+        kl_forward=KLSampled.K3,
         kl_forward_coef=0.5,
+        kl_backward=KLSampled.K3,
+        kl_backward_coef=0.5,
         keep=Keep.RATIO,
         keep_low=0.5,
         keep_high=1.5,

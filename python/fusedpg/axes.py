@@ -100,8 +100,8 @@ class KLGradient(IntEnum):
     SCORE = 2
 
 
-class KLForward(IntEnum):
-    """Estimators of KL(ref||policy) from the policy's samples: score function, or the k3 form."""
+class KLSampled(IntEnum):
+    """Estimators of a KL term on samples of the other policy (the sampler): score function, or the k3 form."""
 
     NONE = 0
     SCORE = 1

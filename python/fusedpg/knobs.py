@@ -16,9 +16,9 @@ from .spec import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
     KLGradient,
     KLRatio,
+    KLSampled,
     KLTarget,
     LossSpec,
     Reject,
@@ -27,7 +27,7 @@ from .spec import (
 ENTROPY = frozenset({"entropy_coef"})
 OBSERVATION = frozenset({"obs_coef"})
 KL_OPTIONS = frozenset({"kl_target", "kl_ratio", "kl_gradient", "kl_clamp", "kl_log_ratio_clamp"})
-KL_KNOBS = KL_OPTIONS | {"kl", "kl_coef", "kl_forward", "kl_forward_coef"}
+KL_KNOBS = KL_OPTIONS | {"kl", "kl_coef", "kl_backward", "kl_backward_coef", "kl_forward", "kl_forward_coef"}
 REDUCTION = frozenset({"reduction", "max_tokens"})
 BAND = frozenset({"epsilon_low", "epsilon_high", "clip_low", "clip_high"})
 KEEP = frozenset({"keep", "keep_low", "keep_high", "keep_directional"})
@@ -135,13 +135,14 @@ def apply_knobs(name: str, entry: LossEntry, knobs: Mapping[str, Any]) -> LossSp
 
 def _complete(default: LossSpec, changes: dict[str, Any]) -> None:
     """Fields that follow from others."""
-    wants_kl = changes.get("kl", KL.NONE) != KL.NONE or changes.get("kl_forward", KLForward.NONE) != KLForward.NONE
+    wants_kl = any(changes.get(term, 0) != 0 for term in ("kl", "kl_backward", "kl_forward"))
     if default.kl == KL.NONE and wants_kl:
         changes.setdefault("kl_log_ratio_clamp", TOKEN_CLAMP)
     if changes.get("kl") == KL.NONE:
         changes["kl_coef"] = 0.0
-    if changes.get("kl_forward") == KLForward.NONE:
-        changes["kl_forward_coef"] = 0.0
+    for term in ("kl_backward", "kl_forward"):
+        if changes.get(term) == KLSampled.NONE:
+            changes[f"{term}_coef"] = 0.0
     if changes.get("keep") == Keep.NONE:
         changes.update(keep_low=-INF, keep_high=INF, keep_directional=False)
     if "reduction" in changes and changes["reduction"] != default.reduction:
@@ -154,9 +155,10 @@ def _warn_of_inert(spec: LossSpec, knobs: Mapping[str, Any]) -> None:
 
     if spec.kl != KL.NONE and spec.kl_coef == 0.0 and "kl_coef" not in knobs:
         inert("kl", "kl_coef is 0; pass kl_coef")
-    if spec.kl_forward != KLForward.NONE and spec.kl_forward_coef == 0.0 and "kl_forward_coef" not in knobs:
-        inert("kl_forward", "kl_forward_coef is 0; pass kl_forward_coef")
-    if spec.kl == KL.NONE and spec.kl_forward == KLForward.NONE:
+    for term in {"kl_backward", "kl_forward"} & set(knobs):
+        if getattr(spec, term) != KLSampled.NONE and getattr(spec, f"{term}_coef") == 0.0:
+            inert(term, f"{term}_coef is 0; pass {term}_coef")
+    if spec.kl == KL.NONE and spec.kl_backward == KLSampled.NONE and spec.kl_forward == KLSampled.NONE:
         for key in sorted(KL_OPTIONS & set(knobs)):
             inert(key, "the loss has no KL term; pass kl")
     if "is_level" in knobs and spec.is_correction == Correction.NONE:
@@ -209,6 +211,14 @@ def parse_beta(key: str, value: Any) -> dict[str, Any]:
 def parse_kl_tau(key: str, value: Any) -> dict[str, Any]:
     """The coefficient of the squared log-ratio."""
     return {"penalty_coef": 2.0 * number(key, value)}
+
+
+def parse_kl_approx(key: str, value: Any) -> dict[str, Any]:
+    """rLLM's switch between the score form and the k3 form of both sampled KL terms."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}: expected True (k3) or False (score function); got {value!r}")
+    form = KLSampled.K3 if value else KLSampled.SCORE
+    return {"kl_backward": form, "kl_forward": form}
 
 
 def _parse_upper(key: str, value: Any) -> dict[str, Any]:
@@ -293,7 +303,9 @@ _PARSERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "kl_gradient": _parse_enum(KLGradient),
     "kl_clamp": _parse_clamp,
     "kl_log_ratio_clamp": _parse_clamp,
-    "kl_forward": _parse_enum(KLForward),
+    "kl_backward": _parse_enum(KLSampled),
+    "kl_backward_coef": parse_number,
+    "kl_forward": _parse_enum(KLSampled),
     "kl_forward_coef": parse_number,
     "entropy_coef": parse_number,
     "obs_coef": parse_number,

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import knobs as k
 from .knobs import LossEntry
-from .spec import INF, KL, Anchor, Keep, Level, LossSpec, Selection, Surrogate
+from .spec import INF, KL, Anchor, Keep, KLSampled, KLTarget, Level, LossSpec, Selection, Surrogate
 
 _COMMON = k.ENTROPY | k.KL_KNOBS | k.REDUCTION | k.CORRECTION | k.OBSERVATION
 _RATIO = _COMMON | k.KEEP | {"anchor", "log_ratio_clamp"}
@@ -57,7 +57,8 @@ def loss_spec(name: str, **knobs: Any) -> LossSpec:
     `is_low`, `is_high`; `is_reject` (token, sequence, geometric) with `is_reject_low`, `is_reject_high`; `is_missing`
     (nan, one); `kl` (k1, k2, k3, abs, a trailing `+` for the straight-through form), `kl_coef`, `kl_target` (ref,
     rollout), `kl_ratio` (none, detached, live), `kl_gradient` (own, straight_through, score), `kl_clamp`,
-    `kl_log_ratio_clamp`, `kl_forward` (score, k3), `kl_forward_coef`; `entropy_coef`; `obs_coef`; `reduction`,
+    `kl_log_ratio_clamp`, `kl_backward` and `kl_forward` (score, k3: on the target's own samples), `kl_backward_coef`,
+    `kl_forward_coef`; `entropy_coef`; `obs_coef`; `reduction`,
     `max_tokens`; and the loss's own. None switches a bound off.
 
     Raises:
@@ -333,12 +334,21 @@ add_entry(
 )
 add_entry(
     "reinforce_kl",
-    formula="-sg[r]*A*logp + kl_coef*KL(policy||ref) + kl_forward_coef*KL(ref||policy)",
-    gradient="-r*A + kl_coef*KL' + kl_forward_coef*KL_forward'",
+    formula="-sg[rho]*A*logp + bwd_kl_coef*KL(rollout||policy) + fwd_kl_coef*KL(policy||rollout), "
+    "rho = exp(logp - logp_rollout); the KL terms as -logp and sg[rho*log rho]*logp, or with kl_approx as "
+    "rho - 1 - log rho and rho*log rho - rho + 1",
+    gradient="-rho*A + bwd_kl_coef*(-1, or rho - 1) + fwd_kl_coef*rho*log rho",
     source="rLLM's reinforce_kl; estimators of Schulman, Approximating KL Divergence (2020)",
     knobs=_BAND,
-    kl=KL.K3,
-    kl_coef=0.01,
+    own={
+        "bwd_kl_coef": k.parse_as("kl_backward_coef"),
+        "fwd_kl_coef": k.parse_as("kl_forward_coef"),
+        "kl_approx": k.parse_kl_approx,
+    },
+    anchor=Anchor.ROLLOUT,
+    kl_target=KLTarget.ROLLOUT,
+    kl_backward=KLSampled.SCORE,
+    kl_forward=KLSampled.SCORE,
     kl_log_ratio_clamp=_TOKEN_CLAMP,
     **_DETACHED,
 )

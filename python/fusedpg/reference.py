@@ -211,6 +211,9 @@ def kl_terms(logp: Tensor, d: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[T
         kl = terms.kl_term(logp, tokens.pick(target), spec)
         r = d.exp() if spec.kl_ratio == KLRatio.LIVE else d.detach().exp()
         added = spec.kl_coef * (kl if spec.kl_ratio == KLRatio.NONE else r * kl)
+    if spec.has_kl_backward:
+        assert target is not None
+        added = added + spec.kl_backward_coef * terms.kl_backward(logp, tokens.pick(target), spec)
     if spec.has_kl_forward:
         assert target is not None
         added = added + spec.kl_forward_coef * terms.kl_forward(logp, tokens.pick(target), spec)

@@ -13,8 +13,8 @@ from .spec import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
     KLGradient,
+    KLSampled,
     LossSpec,
     Reject,
     Selection,
@@ -59,10 +59,11 @@ def clipped_ratio(d: Tensor, adv: Tensor, spec: LossSpec) -> tuple[Tensor, Tenso
     r = d.detach().exp()
     unclipped = -adv * torch.where(r > spec.delta, spec.delta, r)
     clipped = -adv * clamp(r, (spec.clip_low, spec.clip_high))
+    inside = ~((r < spec.clip_low) | (r > spec.clip_high))
     taken = ~(unclipped < clipped)  # ties, NaN included, stay on the branch that carries the gradient
     cap = torch.where(adv < 0, -adv * spec.dual_clip, torch.inf)
     dual = torch.where(taken, unclipped, clipped) > cap
-    live = taken & ~(r > spec.delta) & ~dual
+    live = torch.where(taken, ~(r > spec.delta), inside) & ~dual
     value = torch.where(dual, cap, torch.where(taken, unclipped, clipped))
     ratio = torch.where(live, d, 0.0).exp()
     return torch.where(live, -adv * ratio, value), dual
@@ -222,28 +223,48 @@ def step(d: Tensor) -> Tensor:
 
 
 def kl_term(logp: Tensor, anchor: Tensor, spec: LossSpec) -> Tensor:
-    """The KL estimate per token with its clamps and the gradient that the spec asks for."""
+    """The KL estimate per token with its clamps and the gradient that the spec asks for; own and score end at a clamp."""
     d = logp - anchor
-    value = clamp(ESTIMATORS[spec.kl](clamp(d, spec.kl_log_ratio_clamp)), spec.kl_clamp)
+    low, high = spec.kl_log_ratio_clamp
+    value = ESTIMATORS[spec.kl](clamp(d.detach(), spec.kl_log_ratio_clamp))
+    bound = (value < spec.kl_clamp[0]) | (value > spec.kl_clamp[1]) | (d < low) | (d > high)
+    live = torch.where(bound, d.detach(), d)  # a bound value may overflow, and 0*inf would be its gradient
+    value = clamp(ESTIMATORS[spec.kl](clamp(live, spec.kl_log_ratio_clamp)), spec.kl_clamp)
     if spec.kl_gradient == KLGradient.STRAIGHT_THROUGH:
         value = value.detach() + step(d) * torch.where(d.isinf(), 0.0, d.detach())
     elif spec.kl_gradient == KLGradient.SCORE:
-        value = value + step(d) * torch.where(d.isinf(), 0.0, value.detach())
+        value = value + step(live) * torch.where(live.isinf(), 0.0, value.detach())
     return value
 
 
-def kl_forward_score(t: Tensor, d: Tensor) -> Tensor:
-    """-t*exp(-t), t = logp - logp_ref clamped, with the score function's gradient -exp(-t)."""
-    return (-t * (-t).exp()).detach() - step(d) * (-t).exp().detach()
+def kl_backward_score(logp: Tensor) -> Tensor:
+    """-logp: the cross entropy of the sampler's own token."""
+    return -logp
+
+
+def kl_backward_k3(t: Tensor) -> Tensor:
+    """exp(t) - 1 - t, t = logp - logp_target: never negative."""
+    return t.exp() - 1 - t
+
+
+def kl_forward_score(logp: Tensor, t: Tensor) -> Tensor:
+    """sg[exp(t)*t]*logp."""
+    return (t.exp() * t).detach() * logp
 
 
 def kl_forward_k3(t: Tensor) -> Tensor:
-    """1 - exp(-t)*(1 + t): never negative, gradient t*exp(-t)."""
-    return 1 - (-t).exp() * (1 + t)
+    """exp(t)*t - exp(t) + 1: never negative."""
+    return t.exp() * t - t.exp() + 1
 
 
-def kl_forward(logp: Tensor, anchor: Tensor, spec: LossSpec) -> Tensor:
-    """The estimate of KL(ref||policy) per token."""
-    d = logp - anchor
-    t = clamp(d, spec.kl_log_ratio_clamp)
-    return kl_forward_score(t, d) if spec.kl_forward == KLForward.SCORE else kl_forward_k3(t)
+def kl_backward(logp: Tensor, target: Tensor, spec: LossSpec) -> Tensor:
+    """KL(target||policy) on a sample of the target."""
+    if spec.kl_backward == KLSampled.SCORE:
+        return kl_backward_score(logp)
+    return kl_backward_k3(clamp(logp - target, spec.kl_log_ratio_clamp))
+
+
+def kl_forward(logp: Tensor, target: Tensor, spec: LossSpec) -> Tensor:
+    """KL(policy||target) on a sample of the target."""
+    t = clamp(logp - target, spec.kl_log_ratio_clamp)
+    return kl_forward_score(logp, t) if spec.kl_forward == KLSampled.SCORE else kl_forward_k3(t)

@@ -19,9 +19,9 @@ from .axes import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
     KLGradient,
     KLRatio,
+    KLSampled,
     KLTarget,
     Level,
     Reject,
@@ -40,9 +40,9 @@ __all__ = [
     "Anchor",
     "Correction",
     "CorrectionLevel",
-    "KLForward",
     "KLGradient",
     "KLRatio",
+    "KLSampled",
     "KLTarget",
     "Keep",
     "Level",
@@ -113,7 +113,10 @@ class LossSpec:
     kl_ratio: KLRatio = KLRatio.NONE
     kl_clamp: tuple[float, float] = (-INF, INF)
     kl_log_ratio_clamp: tuple[float, float] = (-INF, INF)
-    kl_forward: KLForward = KLForward.NONE
+    #: KL(target||policy) and KL(policy||target) estimated on the target's own samples
+    kl_backward: KLSampled = KLSampled.NONE
+    kl_backward_coef: float = 0.0
+    kl_forward: KLSampled = KLSampled.NONE
     kl_forward_coef: float = 0.0
     entropy_coef: float = 0.0
     obs_coef: float = 0.0
@@ -135,9 +138,19 @@ class LossSpec:
         return self.kl != KL.NONE and self.kl_coef != 0.0
 
     @property
+    def has_kl_backward(self) -> bool:
+        """Whether the backward KL term is part of the loss."""
+        return self.kl_backward != KLSampled.NONE and self.kl_backward_coef != 0.0
+
+    @property
     def has_kl_forward(self) -> bool:
         """Whether the forward KL term is part of the loss."""
-        return self.kl_forward != KLForward.NONE and self.kl_forward_coef != 0.0
+        return self.kl_forward != KLSampled.NONE and self.kl_forward_coef != 0.0
+
+    @property
+    def has_kl_target(self) -> bool:
+        """Whether any KL term compares with `kl_target`."""
+        return self.has_kl or self.has_kl_backward or self.has_kl_forward
 
     @property
     def has_correction(self) -> bool:
@@ -147,12 +160,12 @@ class LossSpec:
     @property
     def needs_logp_ref(self) -> bool:
         """Whether `logp_ref` is read."""
-        return (self.has_kl or self.has_kl_forward) and self.kl_target == KLTarget.REF
+        return self.has_kl_target and self.kl_target == KLTarget.REF
 
     @property
     def needs_logp_rollout(self) -> bool:
         """Whether `logp_rollout` is read."""
-        as_target = (self.has_kl or self.has_kl_forward) and self.kl_target == KLTarget.ROLLOUT
+        as_target = self.has_kl_target and self.kl_target == KLTarget.ROLLOUT
         return self.anchor == Anchor.ROLLOUT or as_target or self.has_correction
 
     @property
@@ -218,6 +231,8 @@ class LossSpec:
             self.lambda_pos,
             self.lambda_neg,
             *self.log_w_clamp,
+            self.kl_backward.value if self.has_kl_backward else 0,
+            self.kl_backward_coef,
         )
         return [float(x) for x in numbers] + [0.0] * (NPARAMS - len(numbers))
 

@@ -13,7 +13,7 @@ from .axes import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
+    KLSampled,
     Level,
     Reject,
     Selection,
@@ -146,10 +146,12 @@ def _check_terms(spec: Any) -> None:
         raise ValueError(f"kl_coef: expected a finite number >= 0; got {spec.kl_coef}")
     if spec.kl_coef != 0.0 and spec.kl == KL.NONE:
         raise ValueError(f"kl_coef: {spec.kl_coef} needs an estimator; pass kl='k3' (or k1, k2, abs) as well")
-    if spec.kl_forward_coef < 0:
-        raise ValueError(f"kl_forward_coef: expected a number >= 0; got {spec.kl_forward_coef}")
-    if spec.kl_forward_coef != 0.0 and spec.kl_forward == KLForward.NONE:
-        raise ValueError(f"kl_forward_coef: {spec.kl_forward_coef} needs an estimator; pass kl_forward='score' or 'k3'")
+    for term in ("kl_backward", "kl_forward"):
+        coef = getattr(spec, f"{term}_coef")
+        if coef < 0:
+            raise ValueError(f"{term}_coef: expected a number >= 0; got {coef}")
+        if coef != 0.0 and getattr(spec, term) == KLSampled.NONE:
+            raise ValueError(f"{term}_coef: {coef} needs an estimator; pass {term}='score' or 'k3'")
     if spec.selection != Selection.NONE:
         if not 0 < spec.select_ratio <= 1:
             raise ValueError(f"select_ratio: expected a share of the tokens in (0, 1]; got {spec.select_ratio}")

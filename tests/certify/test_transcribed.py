@@ -15,7 +15,19 @@ from fusedpg.certify import against_transcribed
 from fusedpg.certify.cases import make_policy_batch
 from fusedpg.certify.transcription import Case, difference
 from fusedpg.presets.base import TrainerSpec
-from fusedpg.spec import KL, Anchor, Correction, CorrectionLevel, Keep, KLGradient, KLRatio, Level, Reject
+from fusedpg.spec import (
+    KL,
+    Anchor,
+    Correction,
+    CorrectionLevel,
+    Keep,
+    KLGradient,
+    KLRatio,
+    KLSampled,
+    KLTarget,
+    Level,
+    Reject,
+)
 
 BACKENDS = ("reference", "cpu")
 TRAINERS = against_transcribed.trainers()
@@ -103,9 +115,10 @@ MUTANTS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("rllm", "echo", "env_loss_coef=0.5", {"obs_coef": 0.05}),
     ("rllm", "reinforce_kl", "", {"log_ratio_clamp": NONE}),
     ("rllm", "reinforce_kl", "ratio_clamp", {"clip_high": INF}),
-    ("rllm", "reinforce_kl", "bwd_kl_coef", {"obs_coef": 0.2}),
-    ("rllm", "reinforce_kl", "fwd_kl_coef", {"kl_ratio": KLRatio.DETACHED}),
-    ("rllm", "reinforce_kl", "fwd_kl_coef", {"kl": KL.K1}),
+    ("rllm", "reinforce_kl", "bwd_kl_coef=0.3", {"kl_backward_coef": 0.2}),
+    ("rllm", "reinforce_kl", "bwd_kl_coef=0.3", {"kl_backward": KLSampled.K3}),
+    ("rllm", "reinforce_kl", "fwd_kl_coef=0.2", {"kl_forward_coef": 0.3}),
+    ("rllm", "reinforce_kl", "fwd_kl_coef=0.2", {"kl_target": KLTarget.REF}),
     ("cosmos", "clipped", "", {"dual_clip": INF}),
     ("cosmos", "clipped", "lower_bound_ratio=1.1", {"dual_clip": 1.2}),
     ("cosmos", "clipped", "kl_beta", {"kl_coef": 0.2}),
@@ -184,8 +197,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("rllm", "ppo_clip", {"loss_agg_mode": "token-sum"}, r"loss_agg_mode: .* expects one of .*; got 'token-sum'"),
     ("rllm", "ppo_clip", {"delta": 0.1}, r"delta: presets.rllm\('ppo_clip'\) never reads it"),
     ("rllm", "dppo_kl", {"loss_params": {"delta_low": 0.1}}, r"delta_low: presets.rllm\('dppo_kl'\) never reads it"),
-    ("rllm", "reinforce_kl", {"fwd_kl_coef": 0.1}, r"fwd_kl_coef: .*use kl_approx=True: the same gradient"),
-    ("rllm", "reinforce_kl", {"bwd_kl_coef": 0.1, "kl_approx": True}, r"bwd_kl_coef: .*use kl_approx=False"),
+    ("rllm", "reinforce_kl", {"kl_approx": 1}, r"kl_approx: expected True \(k3\) or False"),
     ("rllm", "vanilla", {}, r"loss: presets.rllm knows ppo_clip, .*; got 'vanilla'"),
     ("cosmos", "clipped", {"importance_sampling_level": "sequence"}, r"lower_bound_ratio: .*pass lower_bound_ratio=0"),
     ("cosmos", "gspo", {"lower_bound_ratio": 3.0}, r"lower_bound_ratio: .*never reads the dual clip; got 3.0"),

@@ -393,20 +393,41 @@ def test_case_073_expected_kl_gradients(backend, kl, expected):
         # the score term makes the expected gradient of an unbiased estimator that of the reverse KL
         ({"kl": "k1", "kl_coef": 1.0, "kl_gradient": "score"}, [0.36023, -0.14947, -0.21077], 0.49822),
         ({"kl": "k3", "kl_coef": 1.0, "kl_gradient": "score"}, [0.36023, -0.14947, -0.21077], 0.49822),
-        # both forms estimate KL(ref||policy) = 0.58500; the score form has its gradient p - q
-        ({"kl_forward": "score", "kl_forward_coef": 1.0}, [0.4, 0.0, -0.4], 0.58500),
-        ({"kl_forward": "k3", "kl_forward_coef": 1.0}, None, 0.58500),
     ],
     ids=str,
 )
-def test_case_073_score_terms_and_forward_kl(backend, knobs, gradient, value):
+def test_case_073_score_terms(backend, knobs, gradient, value):
     """NVIDIA-NeMo/RL#2506: a KL estimate on the policy's own samples needs the score function's term."""
+    out, grad = enumerated(backend, tensor([0.6, 0.3, 0.1]), knobs)
+    close(out.numerator, value, atol=1e-5)
+    close(grad.sum(0), gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "gradient", "value"),
+    [
+        # KL(q||p) = 0.58500 with gradient p - q; -log p is its cross entropy
+        ({"kl_backward": "score", "kl_backward_coef": 1.0}, [0.4, 0.0, -0.4], 1.61465),
+        ({"kl_backward": "k3", "kl_backward_coef": 1.0}, [0.4, 0.0, -0.4], 0.58500),
+        # KL(p||q) = 0.49822; the score form has its gradient and no meaningful value
+        ({"kl_forward": "score", "kl_forward_coef": 1.0}, [0.36023, -0.14947, -0.21077], None),
+        ({"kl_forward": "k3", "kl_forward_coef": 1.0}, [0.36023, -0.14947, -0.21077], 0.49822),
+    ],
+    ids=str,
+)
+def test_case_073_kl_of_the_samplers_tokens(backend, knobs, gradient, value):
+    """Both directions, estimated on samples of the other policy."""
+    out, grad = enumerated(backend, tensor([0.2, 0.3, 0.5]), knobs)
+    close(grad.sum(0), gradient, atol=1e-5)
+    if value is not None:
+        close(out.numerator, value, atol=1e-5)
+
+
+def enumerated(backend, sampler, knobs):
+    """Expectations over V = 3 tokens drawn from `sampler`, the policy being 0.6, 0.3, 0.1 and the reference 0.2, 0.3, 0.5."""
     policy, reference = tensor([0.6, 0.3, 0.1]), tensor([0.2, 0.3, 0.5])
     logits = policy.log().repeat(3, 1).requires_grad_()
     spec = fusedpg.loss_spec("reinforce", reduction="token-sum", **knobs)
-    out, grad = from_logits(
-        spec, logits, torch.arange(3), advantages=0.0, mask=policy, logp_ref=reference.log(), backend=backend
+    return from_logits(
+        spec, logits, torch.arange(3), advantages=0.0, mask=sampler, logp_ref=reference.log(), backend=backend
     )
-    close(out.numerator, value, atol=1e-5)
-    if gradient is not None:
-        close(grad.sum(0), gradient, atol=1e-5)

@@ -28,7 +28,7 @@ LOCAL = {
     "icepop": {"alpha": 0.0, "beta": 1e9},
     "ipo": {"delta": 0.9},
     "dro": {"beta": 0.1},
-    "reinforce_kl": {"kl_forward": "k3", "kl_forward_coef": 0.1},
+    "reinforce_kl": {"bwd_kl_coef": 0.1, "fwd_kl_coef": 0.1},
     "cispo": {**WIDE, "is_reject": "token", "is_reject_high": 1e9},
 }
 #: losses with sums over sequences

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..presets import rllm
 from .cases import PolicyBatch
 from .rows import Row
-from .transcription import BOUNDED, EXTREME, Case, Fields, rows_of_cases
+from .transcription import BOUNDED, EXTREME, MODERATE, Case, Fields, rows_of_cases
 
 Body = Callable[..., Tensor]
 #: how a mean of log-ratios is compared
@@ -170,8 +170,11 @@ def cases() -> Iterator[Case]:
         (gspo, {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, {"clip": 3e-4, **_MEAN}),
         (icepop, {"icepop_alpha": 0.9, "icepop_beta": 1.1}, {}),
         (reinforce_kl, {"ratio_clamp_min": 0.9, "ratio_clamp_max": 1.5}, {"sampler_is_old": True}),
-        (reinforce_kl, {"bwd_kl_coef": 0.3}, {"observes": "same"}),
-        (reinforce_kl, {"fwd_kl_coef": 0.2, "kl_approx": True}, {"sampler_is_old": True, "kinds": BOUNDED}),
+        (reinforce_kl, {"bwd_kl_coef": 0.3}, {"sampler_is_old": True}),
+        # beyond 20 nats the KL's own log-ratio is clamped here, in rLLM the ratio alone
+        (reinforce_kl, {"fwd_kl_coef": 0.2}, {"sampler_is_old": True, "kinds": MODERATE}),
+        (reinforce_kl, {"bwd_kl_coef": 0.3, "kl_approx": True}, {"sampler_is_old": True, "kinds": MODERATE}),
+        (reinforce_kl, {"fwd_kl_coef": 0.2, "kl_approx": True}, {"sampler_is_old": True, "kinds": MODERATE}),
     ]
     yield from (_case(body, options, MODES[0], False, **extra) for body, options, extra in optional)
     yield echo_case(MODES[1], False, 0.5)

@@ -43,7 +43,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 _METRICS = {"probs_ratio_min": "ratio_min", "probs_ratio_max": "ratio_max"}
 _WEIGHT_NOTE = "a weight that is NaN or inf stays visible; NeMo-RL sets it to 0"
-_KL_NOTE = "where a clamp of the KL term binds, NeMo-RL ends the score term's gradient too; here it stays"
 
 
 def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
@@ -69,7 +68,7 @@ def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
     token_level = read["token_level_loss"] and not (by_sequence and "token_level_loss" not in options)
     knobs = _surrogate(read, name) | _kl(read) | _correction(read, by_sequence, where)
     knobs["reduction"] = "token-mean" if token_level else "seq-mean-token-mean"
-    notes = [_WEIGHT_NOTE] * read["use_importance_sampling_correction"] + [_KL_NOTE] * ("kl" in knobs)
+    notes = [_WEIGHT_NOTE] * read["use_importance_sampling_correction"]
     spec = trainer_spec(
         ENTRY_OF[name],
         knobs,

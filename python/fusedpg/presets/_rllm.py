@@ -58,7 +58,8 @@ _METRICS = {
 }
 _NOTES = {
     "icepop": "the ratio is exp(logp - logp_rollout), not of logp_old; pass logp_rollout",
-    "reinforce_kl": "the ratio and both KL terms are against the sampler; pass logp_rollout (logp_old is not read)",
+    "reinforce_kl": "the ratio and both KL terms are against the sampler; pass logp_rollout (logp_old is not "
+    "read); beyond 20 nats the KL terms' log-ratio is clamped as the ratio is, where rLLM clamps the ratio alone",
     "echo": "the observation term is divided by the action tokens' count under token-mean",
 }
 
@@ -140,38 +141,14 @@ def _echo_knobs(read: Options) -> dict[str, Any]:
 
 
 def _reinforce_kl_knobs(read: Options) -> dict[str, Any]:
-    """The two KL terms of samples of the sampler q, p the policy, r = p/q.
-
-    `bwd_kl_coef` is KL(q||p) as -logp: an observation term over the action tokens. `fwd_kl_coef` is KL(p||q) as
-    r*log r - r + 1, which is r*k3 with the ratio live; k3's own clamp ends where that of r does.
-    """
-    backward, forward, approx = read["bwd_kl_coef"], read["fwd_kl_coef"], read["kl_approx"]
-    if backward and approx:
-        raise ValueError(
-            f"bwd_kl_coef: with kl_approx=True its term is r - 1 - log r, which no LossSpec has; got {backward}; use "
-            "kl_approx=False (its gradient is the exact one) or a custom loss"
-        )
-    if forward and not approx:
-        raise ValueError(
-            f"fwd_kl_coef: with kl_approx=False the value of its term is no KL, which no LossSpec has; got {forward}; "
-            "use kl_approx=True: the same gradient"
-        )
-    knobs: dict[str, Any] = {
-        "anchor": "rollout",
+    """Both KL terms of samples of the sampler; its ratio is clamped on both sides or not at all."""
+    return {
         "clip_low": read["ratio_clamp_min"],
         "clip_high": read["ratio_clamp_max"],
-        "kl": None,
-        "obs_coef": backward,
+        "bwd_kl_coef": read["bwd_kl_coef"],
+        "fwd_kl_coef": read["fwd_kl_coef"],
+        "kl_approx": read["kl_approx"],
     }
-    if forward:
-        knobs |= {
-            "kl": "k3",
-            "kl_coef": forward,
-            "kl_target": "rollout",
-            "kl_ratio": "live",
-            "kl_log_ratio_clamp": (-20.0, None),
-        }
-    return knobs
 
 
 _KNOBS_OF: Mapping[str, Any] = {
