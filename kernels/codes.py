@@ -53,6 +53,8 @@ LAMBDA_POS = tl.constexpr(41)
 LAMBDA_NEG = tl.constexpr(42)
 LOG_W_LO = tl.constexpr(43)
 LOG_W_HI = tl.constexpr(44)
+KL_BACKWARD = tl.constexpr(45)
+KL_BACKWARD_COEF = tl.constexpr(46)
 
 #: positions in the tuple of pointers to `fusedpg.spec.STREAMS`
 ADVANTAGES, LOGP_OLD, LOGP_REF, LOGP_ROLLOUT, IS_WEIGHTS, OBS_WEIGHTS, SELECTED = (
@@ -95,8 +97,8 @@ RATIO_NONE = tl.constexpr(int(_spec.KLRatio.NONE))
 RATIO_LIVE = tl.constexpr(int(_spec.KLRatio.LIVE))
 GRADIENT_STRAIGHT_THROUGH = tl.constexpr(int(_spec.KLGradient.STRAIGHT_THROUGH))
 GRADIENT_SCORE = tl.constexpr(int(_spec.KLGradient.SCORE))
-FORWARD_NONE = tl.constexpr(int(_spec.KLForward.NONE))
-FORWARD_SCORE = tl.constexpr(int(_spec.KLForward.SCORE))
+SAMPLED_NONE = tl.constexpr(int(_spec.KLSampled.NONE))
+SAMPLED_SCORE = tl.constexpr(int(_spec.KLSampled.SCORE))
 
 SELECTION_CLIP_COV = tl.constexpr(int(_spec.Selection.CLIP_COV))
 SELECTION_KL_COV = tl.constexpr(int(_spec.Selection.KL_COV))

@@ -72,10 +72,14 @@ def clipped_ratio(r, dr_dd, adv, spec):
     delta = param(spec, codes.DELTA)
     over = r > delta
     unclipped = -adv * tl.where(over, delta, r)
-    clipped = -adv * clamp(r, param(spec, codes.CLIP_LOW), param(spec, codes.CLIP_HIGH))
+    lo = param(spec, codes.CLIP_LOW)
+    hi = param(spec, codes.CLIP_HIGH)
+    clipped = -adv * clamp(r, lo, hi)
     replaced = unclipped < clipped
     x = tl.where(replaced, clipped, unclipped)
-    dr = tl.where(replaced | over, 0.0, -adv * dr_dd)
+    # the clipped branch has a gradient inside its band, which it reaches where delta binds first
+    flat = tl.where(replaced, (r < lo) | (r > hi), over)
+    dr = tl.where(flat, 0.0, -adv * dr_dd)
     cap = tl.where(adv < 0.0, -adv * param(spec, codes.DUAL_CLIP), float("inf"))
     dual = x > cap
     return tl.where(dual, cap, x), tl.where(dual, 0.0, dr), zeros_as(r), tl.where(dual, 1.0, 0.0)
@@ -239,40 +243,66 @@ def kl_term(logp, logp_anchor, spec):
         value, g = kl_k3(t)
     else:
         value, g = kl_abs(t)
-    g = unless_clamped(g, raw, lo, hi)
-    g = unless_clamped(g, value, param(spec, codes.KL_LO), param(spec, codes.KL_HI))
-    value = clamp(value, param(spec, codes.KL_LO), param(spec, codes.KL_HI))
     gradient = param(spec, codes.KL_GRADIENT)
     if gradient == codes.GRADIENT_SCORE:
         g += value
+    g = unless_clamped(g, raw, lo, hi)
+    g = unless_clamped(g, value, param(spec, codes.KL_LO), param(spec, codes.KL_HI))
+    value = clamp(value, param(spec, codes.KL_LO), param(spec, codes.KL_HI))
     return value, tl.where(gradient == codes.GRADIENT_STRAIGHT_THROUGH, raw, g)
 
 
 @triton.jit
-def kl_forward_score(t):
-    """-t*exp(-t), with the score function's gradient: it passes a clamp."""
-    u = tl.exp(-t)
-    return -t * u, -u
+def kl_backward_score(logp):
+    """-logp."""
+    return -logp, zeros_as(logp) - 1.0
+
+
+@triton.jit
+def kl_backward_k3(t):
+    """exp(t) - 1 - t."""
+    u = tl.exp(t)
+    return u - 1.0 - t, u - 1.0
+
+
+@triton.jit
+def kl_forward_score(logp, t):
+    """sg[exp(t)*t]*logp."""
+    g = tl.exp(t) * t
+    return g * logp, g
 
 
 @triton.jit
 def kl_forward_k3(t):
-    """1 - exp(-t)*(1 + t)."""
-    u = tl.exp(-t)
-    return 1.0 - u * (1.0 + t), t * u
+    """exp(t)*t - exp(t) + 1."""
+    u = tl.exp(t)
+    return u * t - u + 1.0, u * t
 
 
 @triton.jit
-def kl_forward(logp, logp_anchor, spec):
-    """The estimate of KL(anchor||policy) -> (value, d value/d logp)."""
-    raw = logp - logp_anchor
+def kl_backward(logp, logp_target, spec):
+    """KL(target||policy) on a sample of the target -> (value, d value/d logp)."""
+    raw = logp - logp_target
     lo = param(spec, codes.KL_LOG_RATIO_LO)
     hi = param(spec, codes.KL_LOG_RATIO_HI)
-    t = clamp(raw, lo, hi)
-    if param(spec, codes.KL_FORWARD) == codes.FORWARD_SCORE:
-        value, g = kl_forward_score(t)
+    if param(spec, codes.KL_BACKWARD) == codes.SAMPLED_SCORE:
+        value, g = kl_backward_score(logp)
     else:
-        value, g = kl_forward_k3(t)
+        value, g = kl_backward_k3(clamp(raw, lo, hi))
+        g = unless_clamped(g, raw, lo, hi)
+    return value, g
+
+
+@triton.jit
+def kl_forward(logp, logp_target, spec):
+    """KL(policy||target) on a sample of the target -> (value, d value/d logp)."""
+    raw = logp - logp_target
+    lo = param(spec, codes.KL_LOG_RATIO_LO)
+    hi = param(spec, codes.KL_LOG_RATIO_HI)
+    if param(spec, codes.KL_FORWARD) == codes.SAMPLED_SCORE:
+        value, g = kl_forward_score(logp, clamp(raw, lo, hi))
+    else:
+        value, g = kl_forward_k3(clamp(raw, lo, hi))
         g = unless_clamped(g, raw, lo, hi)
     return value, g
 
@@ -313,7 +343,11 @@ def token_terms(logp, anchor, t, z, adv, logp_kl, weight, picked, entropy, spec)
         dl += coef * rho * g
         if ratio == codes.RATIO_LIVE:
             dr += coef * dr_dd * kl
-    if param(spec, codes.KL_FORWARD) != codes.FORWARD_NONE:
+    if param(spec, codes.KL_BACKWARD) != codes.SAMPLED_NONE:
+        value, slope = kl_backward(logp, logp_kl, spec)
+        x += param(spec, codes.KL_BACKWARD_COEF) * value
+        dl += param(spec, codes.KL_BACKWARD_COEF) * slope
+    if param(spec, codes.KL_FORWARD) != codes.SAMPLED_NONE:
         value, slope = kl_forward(logp, logp_kl, spec)
         x += param(spec, codes.KL_FORWARD_COEF) * value
         dl += param(spec, codes.KL_FORWARD_COEF) * slope

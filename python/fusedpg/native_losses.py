@@ -97,9 +97,6 @@ def native_path(
         reduction = {} if agg_mode is None else {"reduction": agg_mode}
         return NativePath(name, loss_spec(name, **_catalogue_knobs(name, common), **reduction, **params))
     given = rllm_params(name, params)
-    if name == "reinforce_kl" and _no_kernel(given):
-        rllm(name, **{key: value for key, value in given.items() if key not in ("bwd_kl_coef", "fwd_kl_coef")})
-        return None
     options = {key: value for key, value in common.items() if key == "kl_beta" or _reads(name, key)} | given
     return NativePath(name, rllm(name, loss_agg_mode=agg_mode or AGG_MODES[0], **options), name == "reinforce_kl")
 
@@ -115,12 +112,6 @@ def rllm_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reads(name: str, key: str) -> bool:
     return name in (_BY_EPS if key == "eps_clip" else _BY_EPS_HIGH)
-
-
-def _no_kernel(params: Mapping[str, Any]) -> bool:
-    """The forms of reinforce_kl that are no `LossSpec`."""
-    backward, forward, approx = (params.get(key) for key in ("bwd_kl_coef", "fwd_kl_coef", "kl_approx"))
-    return bool(backward if approx else forward)
 
 
 def _catalogue_knobs(name: str, common: Mapping[str, Any]) -> dict[str, Any]:

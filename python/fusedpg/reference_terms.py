@@ -223,7 +223,7 @@ def step(d: Tensor) -> Tensor:
 
 
 def kl_term(logp: Tensor, anchor: Tensor, spec: LossSpec) -> Tensor:
-    """The KL estimate per token with its clamps and the gradient that the spec asks for; own and score end at a clamp."""
+    """The KL estimate per token with its clamps and the spec's gradient, which ends at a clamp unless straight-through."""
     d = logp - anchor
     low, high = spec.kl_log_ratio_clamp
     value = ESTIMATORS[spec.kl](clamp(d.detach(), spec.kl_log_ratio_clamp))

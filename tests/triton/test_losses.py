@@ -16,9 +16,9 @@ from fusedpg.spec import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
     KLGradient,
     KLRatio,
+    KLSampled,
     KLTarget,
     Level,
     LossSpec,
@@ -79,9 +79,10 @@ def divergences():
     yield spec(level=Level.SEQUENCE, entropy_coef=0.02, **live)
     yield spec(**live, **clamps)
     yield spec(kl=KL.K1, kl_coef=0.2, kl_gradient=KLGradient.STRAIGHT_THROUGH, kl_target=KLTarget.ROLLOUT)
-    for forward, target in itertools.product(list(KLForward)[1:], KLTarget):
-        yield spec(Surrogate.CISPO, kl_forward=forward, kl_forward_coef=0.3, kl_target=target)
-        yield spec(kl_forward=forward, kl_forward_coef=0.3, kl_target=target, kl_log_ratio_clamp=(-0.2, 0.2), **live)
+    for form, target in itertools.product(list(KLSampled)[1:], KLTarget):
+        yield spec(Surrogate.CISPO, kl_forward=form, kl_forward_coef=0.3, kl_target=target)
+        both = {"kl_forward": form, "kl_forward_coef": 0.3, "kl_backward": form, "kl_backward_coef": 0.2}
+        yield spec(**both, kl_target=target, kl_log_ratio_clamp=(-0.2, 0.2), **live)
 
 
 def masks():
