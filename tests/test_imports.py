@@ -35,7 +35,11 @@ ARROWS = {
     "outputs": {"batch", "metrics", "spec"},
     "rows": {"batch", "metrics", "ops", "reference", "spec", "validate"},
     "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "selection", "spec", "validate"},
-    "__init__": {"functional", "losses", "metrics", "outputs", "presets", "spec"},
+    "__init__": {
+        *("accumulate", "annotators", "builders", "config", "context", "dpo", "functional", "loss_call", "losses"),
+        *("metric_adapter", "metrics", "objective", "old_logp", "outputs", "policy_objective", "preflight", "presets"),
+        *("recipes", "registry", "resolve", "spec"),
+    },
     "metric_adapter": {"metrics"},
     "objective": {"metric_adapter"},
     "old_logp": {"functional", "objective"},

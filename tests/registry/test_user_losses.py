@@ -123,7 +123,6 @@ def test_icepop_by_hand():
             assert ratios == pytest.approx([0.3, 10.0, 11.3 / 3])
 
 
-
 @pytest.mark.parametrize("path", ["native", "custom"])
 @pytest.mark.parametrize(("delta", "dropped"), [(0.002, True), (0.003, False)])
 def test_dppo_kl_near_certainty(path, delta, dropped):
