@@ -70,6 +70,7 @@ void check_codes(const std::vector<double>& spec) {
                {P_KL_TARGET, 1, "kl_target"},
                {P_KL_RATIO, 2, "kl_ratio"},
                {P_KL_GRADIENT, 2, "kl_gradient"},
+               {P_KL_BACKWARD, 2, "kl_backward"},
                {P_KL_FORWARD, 2, "kl_forward"},
                {P_SELECTION, 2, "selection"}};
   for (const auto& c : codes) {
@@ -89,7 +90,8 @@ bool sums_over_sequences(const std::vector<double>& spec) {
 
 /// Refuses a missing stream that the kernels would read through a null pointer, or without which the loss would be another one.
 void check_streams(const std::vector<double>& spec, const Tokens& t) {
-  const bool in_sequences = sums_over_sequences(spec), has_kl = spec[P_KL] > 0 || spec[P_KL_FORWARD] > 0;
+  const bool in_sequences = sums_over_sequences(spec),
+             has_kl = spec[P_KL] > 0 || spec[P_KL_BACKWARD] > 0 || spec[P_KL_FORWARD] > 0;
   const bool to_ref = spec[P_KL_TARGET] < 1, corrects = spec[P_CORRECTION] > 0 || spec[P_REJECT] > 0;
   const bool on_rollout = static_cast<Anchor>(static_cast<int>(spec[P_ANCHOR])) == Anchor::rollout;
   const struct {

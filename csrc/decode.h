@@ -75,7 +75,9 @@ FPG_FN void decode_terms(const Decoder<F>& in, Spec<F>& s) {
   s.kl_hi = in.number(P_KL_HI);
   s.kl_log_ratio_lo = in.number(P_KL_LOG_RATIO_LO);
   s.kl_log_ratio_hi = in.number(P_KL_LOG_RATIO_HI);
-  s.kl_forward = in.template code<KlForward>(P_KL_FORWARD);
+  s.kl_backward = in.template code<KlSampled>(P_KL_BACKWARD);
+  s.kl_backward_coef = in.number(P_KL_BACKWARD_COEF);
+  s.kl_forward = in.template code<KlSampled>(P_KL_FORWARD);
   s.kl_forward_coef = in.number(P_KL_FORWARD_COEF);
   s.penalty_coef = in.number(P_PENALTY_COEF);
   s.entropy_coef = in.number(P_ENTROPY_COEF);
@@ -99,7 +101,7 @@ FPG_FN bool has_correction(const Spec<F>& s) {
 
 template <class F>
 FPG_FN bool has_kl_target(const Spec<F>& s) {
-  return s.kl != Kl::none || s.kl_forward != KlForward::none;
+  return s.kl != Kl::none || s.kl_backward != KlSampled::none || s.kl_forward != KlSampled::none;
 }
 
 /// Whether the correction weight, or the rejection, is that of a whole sequence.
@@ -120,8 +122,8 @@ template <class F>
 FPG_FN bool has_extras(const Spec<F>& s) {
   const bool clips = s.token_clip_lo > -static_cast<F>(INFINITY) || s.token_clip_hi < static_cast<F>(INFINITY);
   const bool masks = s.keep != Keep::none || s.selection != Selection::none;
-  return clips || masks || has_correction(s) || s.missing_one || s.penalty_coef != F(0) || s.kl_forward != KlForward::none ||
-         s.surrogate > Surrogate::cispo;
+  return clips || masks || has_correction(s) || s.missing_one || s.penalty_coef != F(0) || s.kl_backward != KlSampled::none ||
+         s.kl_forward != KlSampled::none || s.surrogate > Surrogate::cispo;
 }
 
 }  // namespace fusedpg::FUSEDPG_ISA

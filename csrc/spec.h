@@ -15,10 +15,10 @@ enum class Kl { none = 0, k1 = 1, k2 = 2, k3 = 3, abs = 4 };
 enum class KlTarget { ref = 0, rollout = 1 };
 enum class KlRatio { none = 0, detached = 1, live = 2 };
 enum class KlGradient { own = 0, straight_through = 1, score = 2 };
-enum class KlForward { none = 0, score = 1, k3 = 2 };
+enum class KlSampled { none = 0, score = 1, k3 = 2 };
 enum class Selection { none = 0, clip_cov = 1, kl_cov = 2 };
 
-/// Positions in LossSpec.encode(); 45..47 are reserved. SHAPE is tau for sapo, k for vespo.
+/// Positions in LossSpec.encode(); 47 is reserved. SHAPE is tau for sapo, k for vespo.
 enum Param : int {
   P_SURROGATE = 0,
   P_LEVEL = 1,
@@ -65,6 +65,8 @@ enum Param : int {
   P_LAMBDA_NEG = 42,
   P_LOG_W_LO = 43,
   P_LOG_W_HI = 44,
+  P_KL_BACKWARD = 45,
+  P_KL_BACKWARD_COEF = 46,
   NPARAMS = 48
 };
 
@@ -117,8 +119,8 @@ struct Spec {
   F token_clip_lo, token_clip_hi, penalty_coef;
   Selection selection;
   F select_coef, obs_coef;
-  KlForward kl_forward;
-  F kl_forward_coef;
+  KlSampled kl_forward, kl_backward;
+  F kl_forward_coef, kl_backward_coef;
   F shape_pos, shape_neg, lambda_pos, lambda_neg, log_w_lo, log_w_hi;
 };
 

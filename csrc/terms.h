@@ -35,10 +35,13 @@ template <class V, class F>
 FPG_FN Surrogated<V> clipped_ratio(const Spec<F>& spec, V ratio, V ratio_slope, V adv) {
   const MaskOf<V> over = ratio > V(spec.delta);
   const V u = -adv * select(over, V(spec.delta), ratio);
-  const V v = -adv * clamp(ratio, V(spec.clip_low), V(spec.clip_high)).value;
+  const Clamped<V> band = clamp(ratio, V(spec.clip_low), V(spec.clip_high));
+  const V v = -adv * band.value;
   const MaskOf<V> take_u = negate(u < v);
   const V x = select(take_u, u, v);
-  const V dr = zero_unless(both(take_u, negate(over)), -adv * ratio_slope);
+  // the clipped branch has a gradient inside its band, which it reaches where delta binds first
+  const MaskOf<V> live = either(both(take_u, negate(over)), both(negate(take_u), band.inside));
+  const V dr = zero_unless(live, -adv * ratio_slope);
   const V cap = -adv * V(spec.dual_clip);
   const MaskOf<V> dual = both(adv<V(0), x> cap);
   return {select(dual, cap, x), zero_unless(negate(dual), dr), V(0), dual};
@@ -186,30 +189,50 @@ FPG_FN KlValue<V> kl_term(const Spec<F>& spec, V logp, V kl_target) {
                        : spec.kl == Kl::k3 ? kl_k3(t.value)
                                            : kl_abs(t.value);
   const Clamped<V> value = clamp(k.value, V(spec.kl_lo), V(spec.kl_hi));
-  const V slope = zero_unless(both(t.inside, value.inside), k.slope);
   if (spec.kl_gradient == KlGradient::straight_through) return {value.value, t0};
-  return {value.value, spec.kl_gradient == KlGradient::score ? slope + value.value : slope};
+  const V slope = spec.kl_gradient == KlGradient::score ? k.slope + value.value : k.slope;
+  return {value.value, zero_unless(both(t.inside, value.inside), slope)};
 }
 
-/// -t exp(-t), with the score function's derivative: no clamp takes it away.
+/// -l
 template <class V>
-FPG_FN KlValue<V> kl_forward_score(V t) {
-  const V inverse = exp_any(-t);
-  return {-t * inverse, -inverse};
+FPG_FN KlValue<V> kl_backward_score(V logp) {
+  return {-logp, V(-1)};
 }
 
-/// 1 - exp(-t) (1 + t)
+/// exp(t) - 1 - t
+template <class V>
+FPG_FN KlValue<V> kl_backward_k3(const Clamped<V>& t) {
+  const V ratio = exp_any(t.value);
+  return {ratio - V(1) - t.value, zero_unless(t.inside, ratio - V(1))};
+}
+
+/// exp(t) t l with its factor detached
+template <class V>
+FPG_FN KlValue<V> kl_forward_score(V logp, V t) {
+  const V factor = exp_any(t) * t;
+  return {factor * logp, factor};
+}
+
+/// exp(t) t - exp(t) + 1
 template <class V>
 FPG_FN KlValue<V> kl_forward_k3(const Clamped<V>& t) {
-  const V inverse = exp_any(-t.value);
-  return {V(1) - inverse * (V(1) + t.value), zero_unless(t.inside, t.value * inverse)};
+  const V ratio = exp_any(t.value);
+  return {ratio * t.value - ratio + V(1), zero_unless(t.inside, ratio * t.value)};
 }
 
-/// The estimate of KL(target || policy) on the clamped log ratio.
+/// KL(target || policy) on a sample of the target, of the clamped log ratio.
+template <class V, class F>
+FPG_FN KlValue<V> kl_backward(const Spec<F>& spec, V logp, V kl_target) {
+  if (spec.kl_backward == KlSampled::score) return kl_backward_score(logp);
+  return kl_backward_k3(clamp(logp - kl_target, V(spec.kl_log_ratio_lo), V(spec.kl_log_ratio_hi)));
+}
+
+/// KL(policy || target) on a sample of the target, of the clamped log ratio.
 template <class V, class F>
 FPG_FN KlValue<V> kl_forward(const Spec<F>& spec, V logp, V kl_target) {
   const Clamped<V> t = clamp(logp - kl_target, V(spec.kl_log_ratio_lo), V(spec.kl_log_ratio_hi));
-  return spec.kl_forward == KlForward::score ? kl_forward_score(t.value) : kl_forward_k3(t);
+  return spec.kl_forward == KlSampled::score ? kl_forward_score(logp, t.value) : kl_forward_k3(t);
 }
 
 /// What the keep mask does not take away: the squared log ratio, and |log ratio| on the tokens selected by kl_cov.
@@ -268,7 +291,12 @@ FPG_FN TokenOut<V> token_terms(const Spec<F>& spec, const TokenIn<V>& in, bool h
     out.dl = out.dl + coef * rho * k.slope;
     if (spec.kl_ratio == KlRatio::live) out.dr = out.dr + coef * ratio_slope * k.value;
   }
-  if (EXTRAS && spec.kl_forward != KlForward::none) {
+  if (EXTRAS && spec.kl_backward != KlSampled::none) {
+    const KlValue<V> k = kl_backward(spec, in.logp, in.kl_target);
+    out.x = out.x + V(spec.kl_backward_coef) * k.value;
+    out.dl = out.dl + V(spec.kl_backward_coef) * k.slope;
+  }
+  if (EXTRAS && spec.kl_forward != KlSampled::none) {
     const KlValue<V> k = kl_forward(spec, in.logp, in.kl_target);
     out.x = out.x + V(spec.kl_forward_coef) * k.value;
     out.dl = out.dl + V(spec.kl_forward_coef) * k.slope;

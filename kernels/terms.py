@@ -13,8 +13,6 @@ from . import codes
 
 #: binary probabilities stay this far from 0 and 1 in the KL keep mask
 PROBABILITY_FLOOR = tl.constexpr(1e-6)
-#: half a unit in the last place of 1 in fp64
-FLAT = tl.constexpr(2.0**-53)
 
 
 @triton.jit
@@ -96,12 +94,13 @@ def cispo(logp, r, adv, spec):
 def sapo(r, dr_dd, adv, spec):
     """-A*(4/tau)*s, s = sigmoid(tau*(r - 1)), tau by the sign of A."""
     tau = tl.where(adv > 0.0, param(spec, codes.SHAPE_POS), param(spec, codes.SHAPE_NEG))
-    # u = (1 - s)/s: no difference of nearly equal numbers
-    u = tl.exp(-tau * (r - 1.0))
-    s = tl.div_rn(1.0, 1.0 + u)
-    # the gate is flat where 1 + u is 1 even in fp64, and 0 times an infinite ratio is no gradient
-    slope = tl.where(u <= FLAT, 0.0, s * (s * u) * dr_dd)
-    return -adv * tl.div_rn(4.0, tau) * s, -adv * 4.0 * slope, zeros_as(r)
+    u = tau * (r - 1.0)
+    e = tl.exp(-tl.abs(u))
+    whole = 1.0 + e
+    gate = tl.div_rn(tl.where(u < 0.0, e, 1.0), whole)
+    # s*(1 - s) without a difference of nearly equal numbers; 0 times an infinite ratio is no gradient
+    slope = tl.where(e == 0.0, 0.0, tl.div_rn(e, whole * whole) * dr_dd)
+    return -adv * tl.div_rn(4.0, tau) * gate, -adv * 4.0 * slope, zeros_as(r)
 
 
 @triton.jit

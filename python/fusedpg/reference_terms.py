@@ -78,7 +78,8 @@ def sapo(d: Tensor, adv: Tensor, spec: LossSpec) -> Tensor:
     """-A*(4/tau)*sigmoid(tau*(r - 1)), tau = tau_pos if A > 0 else tau_neg."""
     tau = by_sign(adv > 0, spec.tau_pos, spec.tau_neg, d)
     flat = d.exp().isinf()  # the gate is 1 there and its derivative 0, not 0*inf
-    gate = torch.sigmoid(tau * (torch.where(flat, d.detach(), d).exp() - 1))
+    # through the log: sigmoid's own derivative s*(1 - s) loses every digit where the gate nears 1
+    gate = torch.nn.functional.logsigmoid(tau * (torch.where(flat, d.detach(), d).exp() - 1)).exp()
     return -adv * (4.0 / tau) * torch.where(flat, gate.detach(), gate)
 
 
