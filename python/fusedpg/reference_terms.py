@@ -224,7 +224,7 @@ def step(d: Tensor) -> Tensor:
 
 
 def kl_term(logp: Tensor, anchor: Tensor, spec: LossSpec) -> Tensor:
-    """The KL estimate per token with its clamps and the spec's gradient, which ends at a clamp unless straight-through."""
+    """The KL estimate per token with its clamps and the spec's gradient: 0 where one binds, unless straight-through."""
     d = logp - anchor
     low, high = spec.kl_log_ratio_clamp
     value = ESTIMATORS[spec.kl](clamp(d.detach(), spec.kl_log_ratio_clamp))
