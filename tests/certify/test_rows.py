@@ -1,6 +1,8 @@
 """What a row of the parity table is: its differences, its verdict, and the batches that it is measured on."""
 
 import math
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -95,3 +97,11 @@ def test_what_is_not_installed_is_said():
 def test_unknown_oracle():
     with pytest.raises(ValueError, match="oracle: expected one of verl, trl, polgrad, liger, transcribed; got 'x'"):
         next(certify.rows_of("x"))
+
+
+def test_every_oracle_is_there():
+    """The other files skip what is not installed; where everything can be, nothing may be missing."""
+    wanted = ["polgrad", "liger_kernel"]
+    wanted += ["trl"] if sys.version_info >= (3, 11) else []
+    wanted += ["verl"] if sys.version_info < (3, 13) else []
+    assert [name for name in wanted if find_spec(name) is None] == []

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..losses import ALIASES, ENTRIES, LossEntry
@@ -62,7 +63,7 @@ def show_table(console: Console) -> None:
         "loss", "x per token (minimised)", "reduction", "trainers", title="fusedpg catalogue", show_lines=True
     )
     for name, entry in ENTRIES.items():
-        table.add_row(name, entry.formula, entry.spec.reduction, names_in_trainers(name))
+        table.add_row(name, escape(entry.formula), entry.spec.reduction, names_in_trainers(name))
     console.print(table, highlight=False)
     console.print("python -m fusedpg losses NAME shows one entry in full", highlight=False)
 
@@ -71,8 +72,42 @@ def show_entry(console: Console, name: str) -> None:
     """One entry in full."""
     table = Table(show_header=False, title=name, title_justify="left")
     for key, value in entry_rows(name, ENTRIES[ALIASES.get(name, name)]):
-        table.add_row(key, value)
+        table.add_row(key, escape(value))
     console.print(table, highlight=False)
+
+
+def knobs_with_defaults(entry: LossEntry) -> list[str]:
+    """`knob=default` for everything that `loss_spec` takes for a loss; a knob without a default says so."""
+    spec = entry.spec
+    low, high = entry.band({"epsilon_low": 0.0, "epsilon_high": 0.0}), spec.token_clip
+    distances = {
+        "epsilon_low": -high[0] if "token_clip" in low else 1.0 - spec.clip_low,
+        "epsilon_high": high[1] if "token_clip" in low else spec.clip_high - 1.0,
+    }
+    texts = []
+    for knob in sorted(entry.knobs):
+        if knob in entry.required:
+            texts.append(f"{knob} (required)")
+        elif knob in entry.own:
+            texts.append(f"{knob}={_own_default(entry, knob)}")
+        elif knob == "is_missing":
+            texts.append(f"{knob}={'one' if spec.is_missing_one else 'nan'}")
+        elif "token_clip" in low and knob in ("clip_low", "clip_high"):
+            continue  # a loss that clips the log-ratio has no bound of the ratio
+        else:
+            texts.append(f"{knob}={_text(distances.get(knob, getattr(spec, knob, None)))}")
+    return texts
+
+
+def _own_default(entry: LossEntry, knob: str) -> str:
+    """The default of a knob that has another name in the `LossSpec`."""
+    try:
+        fields_of = entry.own[knob](knob, 1.0)
+    except ValueError:  # a switch
+        return str(any(getattr(entry.spec, field) != off for field, off in entry.own[knob](knob, False).items()))
+    field, one = list(fields_of.items())[-1]
+    value = getattr(entry.spec, field)
+    return str(_text(value / one if isinstance(one, float) and isinstance(value, float) else value))
 
 
 def entry_rows(name: str, entry: LossEntry) -> list[tuple[str, str]]:
@@ -86,7 +121,7 @@ def entry_rows(name: str, entry: LossEntry) -> list[tuple[str, str]]:
         ("defaults", defaults),
         ("needs", ", ".join(needs(spec)) or "nothing more"),
         ("vocabulary", passes(spec)),
-        ("knobs", ", ".join(sorted(entry.knobs))),
+        ("knobs", ", ".join(knobs_with_defaults(entry))),
         ("source", entry.source),
         ("trainers", names_in_trainers(spec.name) or "none"),
     ]
