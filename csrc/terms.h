@@ -79,7 +79,7 @@ template <class V, class F>
 FPG_FN Surrogated<V> vespo(const Spec<F>& spec, V log_w, V logp, V adv) {
   const MaskOf<V> good = negate(adv < V(0));
   const V k = select(good, V(spec.shape_pos), V(spec.shape_neg)), lambda = select(good, V(spec.lambda_pos), V(spec.lambda_neg));
-  const V phi = exp_any(lambda + k * log_w - lambda * exp_any(log_w));
+  const V phi = exp_any(fma(lambda, V(1) - exp_any(log_w), k * log_w));  // lambda (1 - W): no large numbers cancel
   return {-phi * adv * logp, V(0), -phi * adv, nowhere<V>()};
 }
 

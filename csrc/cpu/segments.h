@@ -15,15 +15,11 @@ struct WeightedSum {
 };
 enum class Join { mean, sum };
 
-/// What `part_of` gives for the tokens of [begin, end), added up.
-template <class PartOf>
-FPG_FN WeightedSum sum_parts(const PartOf& part_of, int64_t begin, int64_t end) {
+/// What `add` adds for the tokens of [begin, end).
+template <class Add>
+FPG_FN WeightedSum sum_tokens(const Add& add, int64_t begin, int64_t end) {
   WeightedSum s{0, 0};
-  for (int64_t i = begin; i < end; ++i) {
-    const WeightedSum part = part_of(i);
-    s.value += part.value;
-    s.weight += part.weight;
-  }
+  for (int64_t i = begin; i < end; ++i) add(i, s);
   return s;
 }
 
@@ -40,17 +36,18 @@ class Sequences {
   /// weights add up to nothing.
   template <class F, class ValueAt>
   void mean(int threads, const F* w, const ValueAt& value, F* spread) const {
-    const auto part_of = [w, &value](int64_t i) __attribute__((always_inline)) {
-      if (w[i] == F(0)) return WeightedSum{0, 0};
+    const auto add = [w, &value](int64_t i, WeightedSum& s) __attribute__((always_inline)) {
+      if (w[i] == F(0)) return;
       const double weight = static_cast<double>(w[i]);
-      return WeightedSum{weight * static_cast<double>(value(i)), weight};
+      s.value += weight * static_cast<double>(value(i));
+      s.weight += weight;
     };
-    reduce(threads, Join::mean, part_of, spread);
+    reduce(threads, Join::mean, add, spread);
   }
 
-  /// spread[i] = `part_of` joined over i's sequence.
-  template <class F, class PartOf>
-  void reduce(int threads, Join join, const PartOf& part_of, F* spread) const {
+  /// spread[i] = what `add(token, sum)` has added, joined over i's sequence.
+  template <class F, class Add>
+  void reduce(int threads, Join join, const Add& add, F* spread) const {
     const int64_t pieces = first_piece_.get()[sequences_];
     const CallBuffer<WeightedSum> sums(pieces);
     const CallBuffer<double> results(sequences_);
@@ -59,11 +56,11 @@ class Sequences {
       const FlushDenormals flush;
 #pragma omp for schedule(dynamic, 16)
       for (int64_t s = 0; s < sequences_; ++s)
-        if (size(s) <= PIECE) results.get()[s] = result(join, sum_parts(part_of, begin(s), begin(s) + size(s)));
+        if (size(s) <= PIECE) results.get()[s] = result(join, sum_tokens(add, begin(s), begin(s) + size(s)));
 #pragma omp for schedule(dynamic, 16)
       for (int64_t p = 0; p < pieces; ++p) {
         const int64_t s = sequence_of(p), from = begin(s) + (p - first_piece_.get()[s]) * PIECE;
-        if (size(s) > PIECE) sums.get()[p] = sum_parts(part_of, from, smaller(from + PIECE, begin(s) + size(s)));
+        if (size(s) > PIECE) sums.get()[p] = sum_tokens(add, from, smaller(from + PIECE, begin(s) + size(s)));
       }
 #pragma omp for schedule(static)
       for (int64_t s = 0; s < sequences_; ++s)

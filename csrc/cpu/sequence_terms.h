@@ -45,30 +45,29 @@ class SequenceTerms {
   void fill_rollout(int threads, const Sequences& sequences, TokenView<F>& view) const {
     const F *top = view.rho_top ? view.rho_top : view.logp, *rollout = view.rollout, *w = view.w;
     const bool skip_nan = spec_.missing_one;
-    const auto part = [=](int64_t i, bool weighted) __attribute__((always_inline)) {
-      if (w[i] == F(0) || (skip_nan && is_nan(rollout[i]))) return WeightedSum{0, 0};
-      const double weight = weighted ? static_cast<double>(w[i]) : 1.0;
-      return WeightedSum{weight * static_cast<double>(top[i] - rollout[i]), weight};
+    const auto add_weighted = [=](int64_t i, double weight, WeightedSum& s) __attribute__((always_inline)) {
+      if (w[i] == F(0) || (skip_nan && is_nan(rollout[i]))) return;
+      s.value += weight * static_cast<double>(top[i] - rollout[i]);
+      s.weight += weight;
     };
-    if (wants_product(spec_)) sequences.reduce(threads, Join::sum, [&](int64_t i) { return part(i, false); }, product_.get());
-    if (wants_geometric(spec_))
-      sequences.reduce(threads, Join::mean, [&](int64_t i) { return part(i, true); }, geometric_.get());
+    const auto add = [&](int64_t i, WeightedSum& s) { add_weighted(i, 1.0, s); };
+    const auto add_w = [&](int64_t i, WeightedSum& s) { add_weighted(i, static_cast<double>(w[i]), s); };
+    if (wants_product(spec_)) sequences.reduce(threads, Join::sum, add, product_.get());
+    if (wants_geometric(spec_)) sequences.reduce(threads, Join::mean, add_w, geometric_.get());
     view.rho_weight_seq = spec_.correction_level == CorrectionLevel::sequence ? product_.get() : geometric_.get();
     view.rho_reject_seq = spec_.reject == Reject::sequence ? product_.get() : geometric_.get();
   }
 
   void fill_product(int threads, const Sequences& sequences, TokenView<F>& view) const {
-    const auto part = [&](int64_t i) __attribute__((always_inline)) {
-      if (view.w[i] == F(0)) return WeightedSum{0, 0};
+    const auto add = [&](int64_t i, WeightedSum& s) __attribute__((always_inline)) {
+      if (view.w[i] == F(0)) return;
       const ReadOne<F> read{i};
-      F sum = clamp(read_log_ratio(view, read), spec_.token_clip_lo, spec_.token_clip_hi).value;
-      if (view.has_weight()) {
-        const F log_weight = log_any(read_weight(spec_, view, read_missing(spec_, view, read), read));
-        sum += clamp(log_weight, static_cast<F>(LOG_WEIGHT_MIN), static_cast<F>(LOG_WEIGHT_MAX)).value;
-      }
-      return WeightedSum{static_cast<double>(sum), 0};
+      s.value += static_cast<double>(clamp(read_log_ratio(view, read), spec_.token_clip_lo, spec_.token_clip_hi).value);
+      if (!view.has_weight()) return;
+      const F log_weight = log_any(read_weight(spec_, view, read_missing(spec_, view, read), read));
+      s.value += static_cast<double>(clamp(log_weight, static_cast<F>(LOG_WEIGHT_MIN), static_cast<F>(LOG_WEIGHT_MAX)).value);
     };
-    sequences.reduce(threads, Join::sum, part, log_w_.get());
+    sequences.reduce(threads, Join::sum, add, log_w_.get());
     view.log_w_seq = log_w_.get();
   }
 

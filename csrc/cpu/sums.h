@@ -13,12 +13,26 @@ FPG_FN void clear_sums(double* sums) {
   sums[S_RATIO_MAX] = sums[S_IS_WEIGHT_MAX] = -INFINITY;
 }
 
+template <class D>
+FPG_FN void join_extrema(double* sums, D low, D high, D weight) {
+  const double a = static_cast<double>(low), b = static_cast<double>(high), c = static_cast<double>(weight);
+  if (a < sums[S_RATIO_MIN] || a != a) sums[S_RATIO_MIN] = a;
+  if (b > sums[S_RATIO_MAX] || b != b) sums[S_RATIO_MAX] = b;
+  if (c > sums[S_IS_WEIGHT_MAX] || c != c) sums[S_IS_WEIGHT_MAX] = c;
+}
+
+FPG_FN void join_sums(double* all, const double* block) {
+  for (int s = 0; s < S_RATIO_MIN; ++s) all[s] += block[s];
+  join_extrema(all, block[S_RATIO_MIN], block[S_RATIO_MAX], block[S_IS_WEIGHT_MAX]);
+}
+
 /// The metric sums of a block: vectors of F that are emptied into doubles, lane by lane.
-template <class F>
+/// Without EXTRAS (see has_extras) no weight is missing, so is_tokens is not counted.
+template <class F, bool EXTRAS>
 struct SumLanes {
   using V = typename Vector<F>::type;
   static constexpr int W = Vector<F>::width;
-  static constexpr int ADDED = S_RATIO_MIN;  // those before are added, those from here on are extrema
+  static constexpr int ADDED = EXTRAS ? S_RATIO_MIN : S_IS_TOKENS;  // those before are added; from S_RATIO_MIN on: extrema
   V part[ADDED], ratio_min, ratio_max, is_max;
   double total[ADDED][W];
 
@@ -55,17 +69,6 @@ struct SumLanes {
     store(weight, is_max);
     for (int i = 0; i < W; ++i) join_extrema(sums, low[i], high[i], weight[i]);
   }
-  template <class D>
-  FPG_MEMBER static void join_extrema(double* sums, D low, D high, D weight) {
-    const double a = static_cast<double>(low), b = static_cast<double>(high), c = static_cast<double>(weight);
-    if (a < sums[S_RATIO_MIN] || a != a) sums[S_RATIO_MIN] = a;
-    if (b > sums[S_RATIO_MAX] || b != b) sums[S_RATIO_MAX] = b;
-    if (c > sums[S_IS_WEIGHT_MAX] || c != c) sums[S_IS_WEIGHT_MAX] = c;
-  }
-  FPG_MEMBER static void join(double* all, const double* block) {
-    for (int s = 0; s < ADDED; ++s) all[s] += block[s];
-    join_extrema(all, block[S_RATIO_MIN], block[S_RATIO_MAX], block[S_IS_WEIGHT_MAX]);
-  }
 };
 
 /// Where the ratio lies outside the clip band, among the tokens that are kept; at SEQUENCE level also where a token's own log
@@ -88,21 +91,22 @@ FPG_FN Band<V> outside_band(const Spec<F>& spec, const TokenIn<V>& in, const Tok
 }
 
 /// Missing weights stay out of the correction's metrics.
-template <class F>
+template <class F, bool EXTRAS>
 FPG_FN void add_weight_metrics(const TokenIn<typename Vector<F>::type>& in, MaskOf<typename Vector<F>::type> on,
-                               SumLanes<F>& sums) {
-  const MaskOf<typename Vector<F>::type> known = both(on, negate(in.missing));
-  sums.count(S_IS_TOKENS, known);
+                               SumLanes<F, EXTRAS>& sums) {
+  using V = typename Vector<F>::type;
+  const MaskOf<V> known = EXTRAS ? both(on, negate(in.missing)) : on;
+  if (EXTRAS) sums.count(S_IS_TOKENS, known);
   sums.add(S_IS_WEIGHT, zero_unless(known, in.weight));
-  sums.count(S_IS_ZERO, both(known, in.weight == typename Vector<F>::type(0)));
+  sums.count(S_IS_ZERO, both(known, in.weight == V(0)));
   sums.is_max = sums.extremum(known, in.weight > sums.is_max, in.weight, sums.is_max);
 }
 
 /// `numerator`: what the tokens add to it, with their weights.
-template <bool EXTRAS, class F>
+template <class F, bool EXTRAS>
 FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::type>& in,
                         const TokenOut<typename Vector<F>::type>& t, typename Vector<F>::type numerator,
-                        MaskOf<typename Vector<F>::type> on, bool has_weight, SumLanes<F>& sums) {
+                        MaskOf<typename Vector<F>::type> on, bool has_weight, SumLanes<F, EXTRAS>& sums) {
   using V = typename Vector<F>::type;
   const auto added = [&](V x) __attribute__((always_inline)) { return zero_unless(on, x); };
   sums.add(S_NUMERATOR, numerator);
@@ -118,7 +122,7 @@ FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::t
   if (spec.kl != Kl::none) sums.add(S_KL, added(t.kl));
   sums.add(S_ENTROPY, added(in.entropy));
   if (EXTRAS && drops_tokens(spec)) sums.count(S_KEEP, both(on, negate(t.dropped)));
-  if (has_weight) add_weight_metrics<F>(in, on, sums);
+  if (has_weight) add_weight_metrics(in, on, sums);
   sums.ratio_min = sums.extremum(on, t.ratio < sums.ratio_min, t.ratio, sums.ratio_min);
   sums.ratio_max = sums.extremum(on, t.ratio > sums.ratio_max, t.ratio, sums.ratio_max);
 }

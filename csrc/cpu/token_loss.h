@@ -40,7 +40,7 @@ struct TokenArrays {
 
 template <bool EXTRAS, bool FULL, class F>
 FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F>& out, int64_t i, int n,
-                         SumLanes<F>& sums) {
+                         SumLanes<F, EXTRAS>& sums) {
   using V = typename Vector<F>::type;
   const ReadVector<F, FULL> read{i, n};
   const auto put = [&](F* p, V x) __attribute__((always_inline)) { FULL ? store(p + i, x) : store_first(p + i, n, x); };
@@ -65,14 +65,14 @@ FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const Token
     sums.count(S_ACTIVE, negate(c == V(0)));
   }
   if (out.e) put(out.e, zero_unless(on, V(-spec.entropy_coef) * w * V(out.scale)));
-  add_metrics<EXTRAS>(spec, in, t, numerator, on, v.has_weight(), sums);
+  add_metrics(spec, in, t, numerator, on, v.has_weight(), sums);
 }
 
 template <bool EXTRAS, class F>
 void token_block(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F>& out, int64_t begin, int64_t end,
                  double* block_sums) {
   constexpr int W = Vector<F>::width;
-  SumLanes<F> sums;
+  SumLanes<F, EXTRAS> sums;
   int64_t i = begin;
   for (int vectors = 0; i + W <= end; i += W) {
     token_vector<EXTRAS, true>(spec, v, out, i, W, sums);
@@ -139,7 +139,7 @@ void token_loss(int threads, const Spec<F>& spec, const F* logp, const F* entrop
   token_blocks(threads, spec, view, tokens, out, block_sums.get());
   double all[NSUMS];
   clear_sums(all);
-  for (int64_t b = 0; b < blocks; ++b) SumLanes<F>::join(all, block_sums.get() + b * NSUMS);
+  for (int64_t b = 0; b < blocks; ++b) join_sums(all, block_sums.get() + b * NSUMS);
   if (shared) {
     const F* per_row = dr.get();
     sequences.mean(threads, view.w, [per_row](int64_t i) { return per_row[i]; }, seq_dr.get());
@@ -148,6 +148,7 @@ void token_loss(int threads, const Spec<F>& spec, const F* logp, const F* entrop
     all[S_ACTIVE] = static_cast<double>(share(threads, spec, view, seq_dr.get(), n, out.scale, out.c));
   }
   if (!drops_tokens(spec)) all[S_KEEP] = all[S_TOKENS];
+  if (view.is_weight && !spec.missing_one) all[S_IS_TOKENS] = all[S_TOKENS];
   for (int s = 0; s < NSUMS; ++s) static_cast<F*>(outputs.sums)[s] = static_cast<F>(all[s]);
 }
 
