@@ -335,7 +335,7 @@ def test_case_015_missing_rollout_logp(backend, level, given):
 
 
 def test_case_015_without_the_option_it_stays_visible(backend):
-    """A NaN that nobody declared missing is an error of the caller, not a weight of 1."""
+    """huggingface/trl#6693: a NaN that nobody declared missing is an error of the caller, not a weight of 1."""
     spec = fusedpg.loss_spec("ppo_clip", is_correction="truncate", is_high=2.0)
     out, _ = from_logp(
         spec,

@@ -155,7 +155,7 @@ def test_case_060_sequence_ratio_is_a_mean(backend):
 
 @pytest.mark.parametrize(("level", "expected"), [("geometric", math.exp(-0.002)), ("sequence", math.exp(-0.6))])
 def test_case_060_correction_by_mean_or_by_product(backend, level, expected):
-    """The mean form 0.998 and the product form 0.549 of a correction weight are two options with two names."""
+    """huggingface/trl#5814, #5815: the mean form 0.998 and the product form 0.549 of a correction weight are two options with two names."""
     out, _ = from_logp(
         fusedpg.loss_spec("ppo_clip", is_correction="truncate", is_high=2.0, is_level=level),
         torch.full((1, 300), -1.0).requires_grad_(),
@@ -416,7 +416,7 @@ def test_case_073_score_terms(backend, knobs, gradient, value):
     ids=str,
 )
 def test_case_073_kl_of_the_samplers_tokens(backend, knobs, gradient, value):
-    """Both directions, estimated on samples of the other policy."""
+    """NVIDIA-NeMo/RL#2506: both directions, estimated on samples of the other policy."""
     out, grad = enumerated(backend, tensor([0.2, 0.3, 0.5]), knobs)
     close(grad.sum(0), gradient, atol=1e-5)
     if value is not None:
