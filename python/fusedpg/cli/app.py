@@ -81,9 +81,7 @@ def demo_command(
     from .objectives import UnknownObjective
 
     base = demo.FAST if fast else Settings()
-    settings = replace(
-        base, objective=objective, seed=seed, device=choose_device(device), steps=steps or base.steps
-    )
+    settings = replace(base, objective=objective, seed=seed, device=choose_device(device), steps=steps or base.steps)
     large = demo.FAST_LARGE if fast else demo.LargeShape()
     try:
         problems = demo.run_demo(settings, large, out, make_console())

@@ -81,9 +81,7 @@ def run_demo(settings: Settings, large: LargeShape, out: Path, console: Console)
     console.print(f"reward plot: [bold]{plot}[/bold]", soft_wrap=True)
     comparisons = [
         compare_own_batch(trainer),
-        compare_large(
-            trainer.choice, trainer.backend, trainer.device, (large.sequences, large.length, large.vocab)
-        ),
+        compare_large(trainer.choice, trainer.backend, trainer.device, (large.sequences, large.length, large.vocab)),
     ]
     _comparison_table(comparisons, trainer.device, console)
     console.print(f"done in {time.perf_counter() - start:.0f} s")
@@ -172,7 +170,8 @@ def _step_table(trainer: Trainer, reports: list[StepReport], console: Console) -
         reward, kl, speed = (
             sum(getattr(r, name) for r in part) / span for name in ("reward", "kl", "tokens_per_second")
         )
-        metrics = (f"{merged(name, [r.metrics[name] for r in part]):.4f}" for name in columns.values())
+        values = ((name, merged(name, [r.metrics[name] for r in part])) for name in columns.values())
+        metrics = (f"{value:.{2 if name.endswith('_max') else 4}f}" for name, value in values)
         table.add_row(str(part[-1].step), f"{reward:.3f}", f"{kl:.4f}", *metrics, f"{speed:,.0f}")
     console.print(table)
     named = ", ".join(f"{title} = {name}" for title, name in columns.items())

@@ -97,14 +97,17 @@ def _own_loss(module_name: str, attribute: str) -> str:
     except Exception as cause:  # whatever the module's own code raises
         raise UnknownObjective(f"could not import {module_name!r}: {type(cause).__name__}: {cause}") from cause
     body = getattr(module, attribute, None)
-    for name in fusedpg.registered_losses():
-        if name == attribute or (body is not None and find_loss(name).body is body):
-            return name
+    registered = {name: find_loss(name).body for name in fusedpg.registered_losses()}
+    if body is None and attribute in registered:
+        return attribute
     if not callable(body):
-        found = [n for n in fusedpg.registered_losses() if find_loss(n).body.__module__ == module_name]
+        own = [name for name, loss in registered.items() if loss.__module__ == module_name]
         raise UnknownObjective(
             f"expected {module_name!r} to hold a function {attribute!r} of a LossContext, or to register a loss under "
-            f"that name; it registers {', '.join(found) or 'none'}"
+            f"that name; it registers {', '.join(own) or 'none'}"
         )
+    for name, loss in registered.items():
+        if loss is body:
+            return name
     fusedpg.register_loss(f"{module_name}:{attribute}")(body)
     return f"{module_name}:{attribute}"
