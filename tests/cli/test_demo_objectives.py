@@ -1,5 +1,6 @@
 """`python -m fusedpg demo --objective ...`: every objective learns; what cannot be selected says why."""
 
+import pickle
 import sys
 from dataclasses import replace
 
@@ -119,7 +120,9 @@ def test_what_cannot_be_selected_is_exit_status_2(module, name, parts, tmp_path)
 def test_a_loss_is_found_by_its_function_or_its_name(module, attribute, found):
     choice = objectives.choose(f"{module}:{attribute}")
     assert choice.config.algorithm == choice.config.job.name == found
-    assert choice.objective().identity["loss_fn"] == found
+    objective = pickle.loads(pickle.dumps(choice.objective()))  # workers get it so
+    assert objective.identity["loss_fn"] == found
+    assert objective.fn.keywords["cache"] is objective.old_logp_cache
 
 
 @pytest.mark.parametrize("name", list(objectives.OPTIONS))

@@ -31,7 +31,7 @@ class LargeShape:
     vocab: int = 151_936
 
 
-FAST = Settings(steps=35, prompts=16, longest=4, warmup_batch=64, eval_prompts=256, lr=3e-4)
+FAST = Settings(steps=45, prompts=16, longest=4, warmup_batch=64, eval_prompts=256, lr=3e-4)
 FAST_LARGE = LargeShape(sequences=8, vocab=20_001)
 
 #: column -> public metric; a column is shown when the objective reports it

@@ -119,7 +119,8 @@ class Trainer:
         self.task = SortTask(longest=settings.longest)
         positions = 2 * (settings.longest + 1)
         self.policy = build_policy(VOCABULARY, positions, settings.width, settings.layers).to(self.device)
-        self.reference, self.teacher = ReferenceScorer(), ReferenceScorer()
+        temperature = self.choice.config.rl.temperature
+        self.reference, self.teacher = ReferenceScorer(temperature), ReferenceScorer(temperature)
         self.prompt_rng = torch.Generator().manual_seed(settings.seed)
         self.sample_rng = torch.Generator(self.device).manual_seed(settings.seed)
         self.backend = dispatch.resolve("auto", self.device, torch.float32)
