@@ -8,7 +8,6 @@ from fusedpg.cli import demo
 from fusedpg.cli.app import app
 from fusedpg.cli.compare import Comparison
 from fusedpg.cli.task import END, PAD, SortTask, text
-from fusedpg.cli.train import group_advantages
 
 pytest.importorskip("transformers")
 
@@ -77,10 +76,3 @@ def test_task_answers_are_sorted_and_rewarded_exactly():
 def test_mask_covers_the_answer_and_its_point():
     rows = torch.tensor([[0, 1, END, 3, END], [0, 1, 2, 3, 4], [END, 0, 0, 0, 0]])
     assert SortTask.mask(rows).int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
-
-
-def test_constant_groups_have_advantage_exactly_zero():
-    # mean 1/2; std of (1, 0) is 1/sqrt(2), so +-(1/2)/(0.70711 + 1e-4) = +-0.70701
-    got = group_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), 2)
-    assert got[2:].tolist() == [0.0] * 4
-    assert torch.allclose(got[:2], torch.tensor([0.70701, -0.70701]), atol=1e-5)

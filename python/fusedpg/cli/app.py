@@ -65,22 +65,29 @@ def choose_device(name: str) -> str:
 
 @app.command("demo")
 def demo_command(
+    objective: Annotated[str, typer.Option(help="grpo, dr_grpo, gspo, dapo, opd, or my_module:loss.")] = "grpo",
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and samples.")] = 0,
-    steps: Annotated[int, typer.Option(min=0, help="GRPO steps; 0 takes the demo's own number.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Steps; 0 takes the demo's own number.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for the reward plot.")] = Path("fusedpg-demo"),
     fast: Annotated[bool, typer.Option("--fast", help="A smaller task and fewer steps, for tests.")] = False,
 ) -> None:
-    """Train a tiny language model with GRPO through the native loss, offline, and compare it with the reference.
+    """Train a tiny language model through the native loss, offline, and compare it with the reference.
 
-    Exits with 1 when the mean reward rises by less than 0.2 or the two backends disagree.
+    Exits with 1 when the mean reward rises by less than 0.2 or the two backends disagree, and with 2 when there is no
+    such objective.
     """
     from . import demo
+    from .objectives import UnknownObjective
 
     base = demo.FAST if fast else Settings()
-    settings = replace(base, seed=seed, device=choose_device(device), steps=steps or base.steps)
+    settings = replace(base, objective=objective, seed=seed, device=choose_device(device), steps=steps or base.steps)
     large = demo.FAST_LARGE if fast else demo.LargeShape()
-    problems = demo.run_demo(settings, large, out, make_console())
+    try:
+        problems = demo.run_demo(settings, large, out, make_console())
+    except UnknownObjective as error:
+        Console(stderr=True).print(f"--objective: {error}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     for problem in problems:
         Console(stderr=True).print(f"FAILED: {problem}", style="bold red", highlight=False, soft_wrap=True)
     if problems:

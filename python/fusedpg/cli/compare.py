@@ -1,4 +1,4 @@
-"""The same batch through the native backend and the reference: agreement, time and peak memory of each."""
+"""The same objective and batch through the native backend and the reference: agreement, time and memory of each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 import fusedpg
-from fusedpg.outputs import LossOutput
+from fusedpg import Objective, PolicyBatch
 
 from .memory import peak_extra_bytes
+from .objectives import Choice
 from .train import Trainer
 
 LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
-
-Loss = Callable[[Tensor, str], LossOutput]
 
 
 @dataclass(frozen=True)
@@ -42,60 +41,67 @@ class Comparison:
 
 def compare_own_batch(trainer: Trainer) -> Comparison:
     """The demo's last rollout under the policy that its updates made: ratios have moved, some are clipped."""
-    rollout = trainer.last
-    assert rollout is not None
-    rows = torch.arange(rollout.answers.shape[0], device=rollout.answers.device)
+    assert trainer.last is not None
+    chunks = trainer.last.chunks
+    columns = ("input_ids", "targets", "mask", "sequence_advantages", "logp_ref", "logp_rollout", "teacher_logp")
+    found = {name: [getattr(chunk, name) for chunk in chunks] for name in columns}
+    batch = PolicyBatch(
+        **{name: torch.cat(parts) for name, parts in found.items() if parts[0] is not None},
+        logp_old=torch.cat([trainer.objective.old_logp_cache.lookup(chunk) for chunk in chunks]),
+    )
     with torch.no_grad():
-        model_logits = trainer.loss_logits(rollout, rows)
-    shape = " x ".join(map(str, model_logits.shape))
-    loss: Loss = lambda logits, backend: trainer.loss_of(rollout, rows, logits, backend=backend)  # noqa: E731
-    return _compare(f"the demo's own batch, logits {shape}", model_logits.contiguous(), loss)
+        logits = trainer.policy(batch).contiguous()
+    what = f"the demo's own batch, logits {' x '.join(map(str, logits.shape))}"
+    return _compare(what, trainer.choice, trainer.backend, logits, batch)
 
 
-def compare_large(device: torch.device, tokens: int, vocab: int) -> Comparison:
-    """Random logits with the vocabulary of a real model: where the memory and the time are."""
+def compare_large(choice: Choice, backend: str, device: torch.device, shape: tuple[int, int, int]) -> Comparison:
+    """Random logits (B, T, V) with the vocabulary of a real model: where the memory and the time are."""
     rng = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(tokens, vocab, generator=rng, device=device) * 3
-    targets = torch.randint(0, vocab, (tokens,), generator=rng, device=device)
+    logits = torch.randn(shape, generator=rng, device=device) * 3
+    targets = torch.randint(0, shape[2], shape[:2], generator=rng, device=device)
     with torch.no_grad():
         logp = fusedpg.token_logprobs(logits, targets).logp
-    noise = torch.randn(2, tokens, generator=rng, device=device) * 0.1
-    options: dict[str, Any] = {
-        "logp_old": logp + noise[0],
-        "logp_ref": logp + noise[1],
-        "advantages": torch.randn(tokens, generator=rng, device=device),
-    }
-    spec = fusedpg.loss_spec("grpo", reduction="token-mean")
+    noise = torch.randn(4, *shape[:2], generator=rng, device=device) * 0.1
+    batch = PolicyBatch(
+        targets=targets,
+        mask=torch.ones_like(targets, dtype=torch.bool),
+        sequence_advantages=torch.randn(shape[0], generator=rng, device=device),
+        logp_old=logp + noise[0],
+        logp_ref=logp + noise[1],
+        logp_rollout=logp + noise[2],
+        teacher_logp=logp + noise[3],
+    )
+    what = f"random logits {' x '.join(map(str, shape))}, fp32"
+    return _compare(what, choice, backend, logits, batch)
 
-    def loss(values: Tensor, backend: str) -> LossOutput:
-        return fusedpg.policy_loss_from_logits(spec, values, targets, backend=backend, **options)
 
-    return _compare(f"random logits {tokens} x {vocab}, fp32", logits, loss)
+def _compare(what: str, choice: Choice, backend: str, logits: Tensor, batch: PolicyBatch) -> Comparison:
+    """An objective calls its model for logits, so a function that has them is model enough."""
+    native, reference = choice.objective(backend), choice.objective("reference")
 
-
-def _compare(what: str, logits: Tensor, loss: Loss) -> Comparison:
-    def run(backend: str) -> tuple[LossOutput, Tensor]:
+    def run(objective: Objective) -> tuple[Tensor, Tensor]:
         leaf = logits.detach().requires_grad_()
-        out = loss(leaf, backend)
-        (grad,) = torch.autograd.grad(out.loss, leaf)
-        return out, grad
+        loss, _ = objective(lambda _: leaf, batch)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), grad
 
-    native, grad = run("auto")
-    reference, expected = run("reference")
+    loss, grad = run(native)
+    expected_loss, expected = run(reference)
     scale = expected.abs().amax().clamp(min=1e-30)
-    loss_difference = (native.loss - reference.loss).abs().item()
+    loss_difference = (loss - expected_loss).abs().item()
     grad_difference = ((grad - expected).abs().amax() / scale).item()
     del grad, expected
     device = logits.device
     return Comparison(
         what=what,
-        backend=native.backend,
+        backend=backend,
         loss_difference=loss_difference,
         grad_difference=grad_difference,
-        native_seconds=_best_seconds(lambda: run("auto"), device),
-        reference_seconds=_best_seconds(lambda: run("reference"), device),
-        native_bytes=peak_extra_bytes(lambda: run("auto"), device),
-        reference_bytes=peak_extra_bytes(lambda: run("reference"), device),
+        native_seconds=_best_seconds(lambda: run(native), device),
+        reference_seconds=_best_seconds(lambda: run(reference), device),
+        native_bytes=peak_extra_bytes(lambda: run(native), device),
+        reference_bytes=peak_extra_bytes(lambda: run(reference), device),
     )
 
 

@@ -5,10 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def build_model(vocabulary: int, positions: int, width: int = 128, layers: int = 2) -> Any:
+class Policy(nn.Module):
+    """The model as objectives call it: a prepared batch in, the logits that score its targets out."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: Any) -> Tensor:
+        """(B, T, V) for `targets` (B, T), which end `input_ids`: a strided view, no copy."""
+        logits: Tensor = self.lm(batch.input_ids, use_cache=False).logits
+        return logits[:, -batch.targets.shape[1] - 1 : -1]
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """`length` tokens (temperature 1) after each prompt, with a key-value cache, and the sampler's log-probs."""
+        out = self.lm(prompts, use_cache=True)
+        tokens, logps = [], []
+        for step in range(length):
+            logp = torch.log_softmax(out.logits[:, -1].float(), -1)
+            tokens.append(torch.multinomial(logp.exp(), 1, generator=generator))
+            logps.append(logp.gather(1, tokens[-1]))
+            if step + 1 < length:
+                out = self.lm(tokens[-1], past_key_values=out.past_key_values, use_cache=True)
+        return torch.cat(tokens, 1), torch.cat(logps, 1)
+
+
+def build_policy(vocabulary: int, positions: int, width: int = 128, layers: int = 2) -> Policy:
     """A `Qwen3ForCausalLM` with random weights from torch's global seed."""
     try:
         from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -26,23 +52,4 @@ def build_model(vocabulary: int, positions: int, width: int = 128, layers: int =
         bos_token_id=None,
         eos_token_id=None,
     )
-    return Qwen3ForCausalLM(config)
-
-
-@torch.no_grad()
-def generate(model: Any, prompts: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """`length` sampled tokens (temperature 1) after each prompt, with a key-value cache."""
-    out = model(prompts, use_cache=True)
-    tokens = []
-    for step in range(length):
-        probabilities = torch.softmax(out.logits[:, -1].float(), -1)
-        tokens.append(torch.multinomial(probabilities, 1, generator=generator))
-        if step + 1 < length:
-            out = model(tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-    return torch.cat(tokens, 1)
-
-
-def answer_logits(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
-    """(B, T, V) logits that score each token of `answers`: a strided view, no copy."""
-    logits = model(torch.cat([prompts, answers], 1), use_cache=False).logits
-    return logits[:, prompts.shape[1] - 1 : -1]
+    return Policy(Qwen3ForCausalLM(config))
