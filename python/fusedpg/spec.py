@@ -239,10 +239,11 @@ class LossSpec:
 
 def segments_needed(encoded: Sequence[float]) -> bool:
     """`LossSpec.needs_segments` of an encoded spec."""
-    corrects = encoded[CORRECTION] != Correction.NONE and encoded[CORRECTION_LEVEL] != CorrectionLevel.TOKEN
+    # compared with plain numbers: a compiler's tracer holds a float and an enum member to be different
+    corrects = encoded[CORRECTION] != 0 and encoded[CORRECTION_LEVEL] != CorrectionLevel.TOKEN.value
     return (
-        encoded[LEVEL] != Level.TOKEN
-        or encoded[SURROGATE] == Surrogate.VESPO
+        encoded[LEVEL] != Level.TOKEN.value
+        or encoded[SURROGATE] == Surrogate.VESPO.value
         or corrects
-        or encoded[REJECT] > Reject.TOKEN
+        or encoded[REJECT] > Reject.TOKEN.value
     )
