@@ -103,10 +103,10 @@ def test_a_nan_is_never_dropped(isa: str, keep: Keep) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_binary_kl_at_certainty(isa: str, dtype: torch.dtype) -> None:
-    """p = 1, p' = 0.5: D = 0.5*log(0.5/(1-1e-6)) + 0.5*log(0.5/1e-6) = 6.2146, positive; and 0 where both are certain."""
-    for bound, kept in ((6.2, 1), (6.22, 2)):
+    """p = 1, p' = 1/4: D = 1/4*log(1/4/(1-1e-6)) + 3/4*log(3/4/1e-6) = 9.7993, positive; and 0 where both are certain."""
+    for bound, kept in ((9.799, 1), (9.8, 2)):
         spec = LossSpec("t", Surrogate.CISPO, keep=Keep.KL, keep_high=bound)
-        got = run(spec, [0.0, 0.0], [1.0, 1.0], dtype=dtype, logp_old=[math.log(0.5), 0.0])
+        got = run(spec, [0.0, 0.0], [1.0, 1.0], dtype=dtype, logp_old=[math.log(0.25), 0.0])
         assert got["keep"] == kept
 
 
@@ -127,16 +127,17 @@ def test_a_rejected_infinite_weight_is_zero(isa: str, dtype: torch.dtype, level:
 def test_missing_rollouts(isa: str) -> None:
     """Missing: weight 1 at token level, the sequence's elsewhere, never rejected by itself, out of the metrics.
 
-    Two sequences: log rho = 0.2, missing, 0.4 (product e^0.6, mean over w = (1, 3): e^0.35); and only a missing one.
+    Two sequences: log rho = 0.2, missing, 0.4 (product e^0.6, mean over w = (1, 3): e^0.35); and only a missing one,
+    whose ratio is 1, which a sequence's weight truncates to 1.1.
     """
     w, rollout, cu = [1.0, 1.0, 3.0, 1.0], [-1.2, NAN, -1.4, NAN], [0, 3, 4]
     e = math.exp
     for level, weights in (
         (CorrectionLevel.TOKEN, [e(0.2), 1.0, e(0.4), 1.0]),
-        (CorrectionLevel.SEQUENCE, [e(0.6)] * 3 + [1.0]),
-        (CorrectionLevel.GEOMETRIC, [e(0.35)] * 3 + [1.0]),
+        (CorrectionLevel.SEQUENCE, [e(0.6)] * 3 + [1.1]),
+        (CorrectionLevel.GEOMETRIC, [e(0.35)] * 3 + [1.1]),
     ):
-        spec = LossSpec("t", Surrogate.REINFORCE, **ROLLOUT, is_level=level, is_missing_one=True)
+        spec = LossSpec("t", Surrogate.REINFORCE, **ROLLOUT, is_level=level, is_missing_one=True).replace(is_low=1.1)
         got = run(spec, [-1.0] * 4, w, cu, logp_rollout=rollout)
         close(got["x"], weights)
         assert got["is_tokens"] == 2
