@@ -81,7 +81,10 @@ struct Band {
 template <bool EXTRAS, class V, class F>
 FPG_FN Band<V> outside_band(const Spec<F>& spec, const TokenIn<V>& in, const TokenOut<V>& t, MaskOf<V> on) {
   MaskOf<V> low = t.ratio<V(spec.clip_low), high = t.ratio> V(spec.clip_high), counted = on;
-  if (EXTRAS && spec.surrogate == Surrogate::topr) counted = both(counted, negate(in.adv > V(0)));
+  if (EXTRAS && spec.surrogate == Surrogate::topr) {
+    low = both(low, negate(in.adv > V(0)));
+    high = both(high, negate(in.adv > V(0)));
+  }
   if (EXTRAS && clips_tokens(spec)) {
     low = either(low, in.log_ratio < V(spec.token_clip_lo));
     high = either(high, in.log_ratio > V(spec.token_clip_hi));

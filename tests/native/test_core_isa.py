@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusedpg import cpu
+from fusedpg.spec import NPARAMS, STREAMS
 
 
 def test_best_build_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +41,65 @@ def test_missing_core_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> N
     cpu.ensure_available()
 
 
-@pytest.mark.parametrize(
-    ("index", "value", "text"), [(0, 9.0, "surrogate code"), (9, 3.0, "needs logp_ref"), (1, 1.0, "cu: ")]
-)
-def test_core_refuses_what_it_cannot_index(index: int, value: float, text: str) -> None:
-    spec = [0.0] * 24
-    spec[index] = value
+CODES = {
+    "surrogate": 0,
+    "level": 1,
+    "anchor": 2,
+    "kl": 9,
+    "kl_target": 11,
+    "kl_ratio": 12,
+    "kl_gradient": 13,
+    "keep": 19,
+    "is_correction": 23,
+    "is_level": 24,
+    "is_reject": 27,
+    "selection": 34,
+    "kl_forward": 37,
+}
+
+
+def refused(text: str, present: tuple[str, ...] = (), **entries: float) -> None:
+    """Stage B of an encoded spec that is 0 but for `entries`, with advantages and the streams `present`, is refused."""
+    spec = [0.0] * NPARAMS
+    for name, value in entries.items():
+        spec[CODES[name]] = value
     rows = torch.zeros(3)
+    streams = [rows if name in ("advantages", *present) else None for name in STREAMS]
     with pytest.raises(ValueError, match=text):
-        cpu.token_loss(spec, rows, None, rows, rows, None, None, None, None, None)
+        cpu.token_loss(spec, rows, None, rows, streams, None)
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("value", [9.0, -1.0, float("nan")])
+def test_core_refuses_an_unknown_code(name: str, value: float) -> None:
+    refused(f"spec: {name} code .* is not in 0..", **{name: value})
+
+
+def test_core_refuses_another_number_of_parameters() -> None:
+    rows = torch.zeros(3)
+    with pytest.raises(ValueError, match=rf"spec: expected {NPARAMS} numbers .*got 24"):
+        cpu.token_loss([0.0] * 24, rows, None, rows, [rows, *[None] * 6], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("KL term needs logp_ref", {"kl": 3}),
+        ("KL term needs logp_rollout", {"kl": 3, "kl_target": 1}),
+        ("KL term needs logp_ref", {"kl_forward": 1}),
+        ("anchor needs logp_rollout", {"anchor": 2}),
+        ("correction weight or rejection needs logp_rollout", {"is_correction": 1}),
+        ("correction weight or rejection needs logp_rollout", {"is_reject": 1}),
+        ("selected: the spec's selection", {"selection": 2}),
+        ("cu: a spec that sums over sequences", {"level": 1}),
+        ("cu: a spec that sums over sequences", {"surrogate": 6}),
+    ],
+    ids=str,
+)
+def test_core_refuses_a_missing_stream(text: str, entries: dict[str, float]) -> None:
+    refused(text, **entries)
+
+
+@pytest.mark.parametrize("entries", [{"is_correction": 1, "is_level": 2}, {"is_reject": 2}], ids=str)
+def test_core_refuses_sequence_weights_without_sequences(entries: dict[str, float]) -> None:
+    refused("cu: a spec that sums over sequences", ("logp_rollout",), **entries)
