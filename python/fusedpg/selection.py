@@ -67,7 +67,7 @@ def selection_codes(spec: LossSpec) -> list[float]:
     """The numbers of a spec that decide its selection."""
     anchor = {"OLD": STREAMS.index("logp_old"), "ROLLOUT": STREAMS.index("logp_rollout")}.get(spec.anchor.name, -1)
     return [
-        float(spec.selection),
+        float(spec.selection.value),
         spec.select_ratio,
         spec.select_low,
         spec.select_high,

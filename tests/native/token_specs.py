@@ -11,9 +11,9 @@ from fusedpg.spec import (
     Correction,
     CorrectionLevel,
     Keep,
-    KLForward,
     KLGradient,
     KLRatio,
+    KLSampled,
     KLTarget,
     Level,
     LossSpec,
@@ -49,8 +49,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "kl-score-clamps": {"kl": KL.K2, "kl_coef": 0.3, "kl_gradient": KLGradient.SCORE, "kl_clamp": (0.01, 0.05)},
     **{
-        f"forward-{f.name}": {"kl_forward": f, "kl_forward_coef": 0.3, "kl_log_ratio_clamp": (-0.4, 0.4)}
-        for f in (KLForward.SCORE, KLForward.K3)
+        f"{term}-{f.name}": {term: f, f"{term}_coef": 0.3, "kl_log_ratio_clamp": (-0.4, 0.4)}
+        for term in ("kl_backward", "kl_forward")
+        for f in (KLSampled.SCORE, KLSampled.K3)
     },
     **{
         f"keep-{keep.name}-{directional}": {**KEPT[keep], "keep": keep, "keep_directional": directional}
@@ -90,7 +91,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.3,
         "kl_ratio": KLRatio.LIVE,
         "kl_gradient": KLGradient.SCORE,
-        "kl_forward": KLForward.K3,
+        "kl_forward": KLSampled.K3,
         "kl_forward_coef": 0.2,
         "is_correction": Correction.TRUNCATE,
         "is_high": 1.1,
