@@ -46,7 +46,7 @@ class Shape:
 # Every vocabulary kernel shares one shape: a row then has the same bits whichever kernel reads it. 512 threads and two
 # 128-bit loads a thread keep about 32 KB in flight on an SM with two programs, and two rows a multiprocessor in L2.
 VOCABULARY = Shape(block=8192, threads=512, chunk=32768)
-TOKENS = Shape(block=512, threads=256)
+TOKENS = Shape(block=256, threads=256)
 SEQUENCE = Shape(block=512, threads=512)
 FINISH = Shape(block=64, threads=256)
 
