@@ -30,7 +30,7 @@ _NO_SEQUENCE_LEVEL = (Surrogate.REINFORCE, Surrogate.VESPO)
 def check(spec: Any) -> None:
     """Raise ValueError, naming the field, for a spec that means nothing."""
     _check_numbers(spec)
-    _check_reduction(spec)
+    check_reduction(spec)
     _check_policy(spec)
     _check_keep(spec)
     _check_correction(spec)
@@ -60,7 +60,8 @@ def _check_numbers(spec: Any) -> None:
             raise ValueError(f"{low}: expected {low} <= {high}; got {low}={a}, {high}={b}")
 
 
-def _check_reduction(spec: Any) -> None:
+def check_reduction(spec: Any) -> None:
+    """A known reduction, with `max_tokens` where it divides by it."""
     if spec.reduction not in REDUCTIONS:
         valid = ", ".join((*REDUCTIONS, *REDUCTION_ALIASES))
         raise ValueError(f"reduction: expected one of {valid}; got {spec.reduction!r}")
