@@ -39,11 +39,15 @@ RUNTIME = [
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a kernel: `block` elements a loop step, `threads` in a program, `chunk` columns reduced as one unit."""
+    """Tile of a kernel: `block` elements a loop step, `threads` in a program, `chunk` columns reduced as one unit.
+
+    `programs` of a vocabulary kernel shall fit a multiprocessor: what caps its registers.
+    """
 
     block: int
     threads: int
     chunk: int = 0
+    programs: int = 2
 
 
 # Every vocabulary kernel shares one shape: a row then has the same bits whichever kernel reads it. 512 threads and two
@@ -51,8 +55,8 @@ class Shape:
 VOCABULARY = Shape(block=8192, threads=512, chunk=32768)
 TOKENS = Shape(block=512, threads=256)
 SEQUENCE = Shape(block=512, threads=512)
-# Two rows at a time and a state of seven numbers a group: half the columns a step keep it in registers.
-PAIRS = Shape(block=4096, threads=512, chunk=32768)
+# Two rows at a time and a state of seven numbers a group: half the columns a thread keep it in registers.
+PAIRS = Shape(block=2048, threads=256, chunk=32768, programs=3)
 FINISH = Shape(block=64, threads=256)
 
 _REGISTERS = 65536  # 32-bit registers of an NVIDIA multiprocessor
@@ -82,9 +86,9 @@ def target_options(shape: Shape, backend: str, warp_size: int, constants: dict[s
     """Compile options for a target. Fused multiply-adds are written out where wanted: the compiler adds none."""
     chosen: dict[str, Any] = {"num_warps": shape.threads // warp_size, "enable_fp_fusion": False}
     if backend == "cuda" and shape.chunk:
-        # Without a cap ptxas spills to fit more programs than it is worth. Two fit in 64 registers a thread; the soft
-        # cap's tanh needs more. tests/triton/test_aot.py holds every variant to zero spills.
-        programs = 1 if constants.get("SOFTCAP") else 2
+        # Without a cap ptxas spills to fit more programs than it is worth. Two of 512 threads fit in 64 registers a
+        # thread; the soft cap's tanh needs more. tests/triton/test_aot.py holds every variant to zero spills.
+        programs = 1 if constants.get("SOFTCAP") else shape.programs
         chosen["maxnreg"] = _REGISTERS // (shape.threads * programs)
     return chosen
 
