@@ -117,7 +117,7 @@ FPG_FN PairPartial<F> pair_partial(const F* x, const F* y, int64_t n, F ks, F kt
 /// One distribution over the row, in double.
 struct SideStats {
   double max, sum, log_sum, entropy, k;
-  /// log of (the exponential of a block's logit / its probability), negated: log p = exponent + shift.
+  /// log p = (a logit's exponent in its block) + shift, and p = (its exponential) * scale.
   template <class F>
   FPG_MEMBER double shift(const Side<F>& block) const {
     return (static_cast<double>(block.base()) - max) * k - log_sum;
