@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ DIVERGENCES = {member.name.lower(): member.value for member in Divergence}
 class TopK:
     """A teacher by its K most likely tokens: distinct `ids` (..., K) int32 or int64, and their log-probs (..., K).
 
-    The log-probs are of the full distribution (they need not sum to 1), -inf where fewer than K tokens are listed.
+    The log-probs are of the full distribution (they need not sum to 1). Where fewer than K tokens are listed the last
+    ones have log-prob -inf and any id: they belong to the rest.
     """
 
     ids: Tensor
@@ -88,7 +88,8 @@ def check_top_k_range(teacher: TopK, active: Tensor, vocab: int) -> None:
     ids = teacher.ids.reshape(-1, teacher.ids.shape[-1]) if teacher.ids.numel() else teacher.ids
     if ids.numel() == 0 or not validate.reads_values(ids):
         return
-    bad = ((ids < 0) | (ids >= vocab)) & active[:, None]
+    listed = teacher.logps.reshape(ids.shape) != -torch.inf
+    bad = ((ids < 0) | (ids >= vocab)) & active[:, None] & listed
     if bad.any():
         row, k = bad.nonzero()[0].tolist()
         raise ValueError(
@@ -124,7 +125,7 @@ def check_divergence(divergence: Any, beta: Any, teacher: Tensor | TopK, teacher
 def check_units(reduction: str, max_tokens: int | None, layout: Layout) -> str:
     """The reduction, its alias resolved; one over sequences needs their bounds."""
     reduction = REDUCTION_ALIASES.get(reduction, reduction)
-    check_reduction(SimpleNamespace(reduction=reduction, max_tokens=max_tokens))
+    check_reduction(reduction, max_tokens)
     if reduction.startswith("seq-") and not layout.padded and layout.cu_seqlens is None:
         raise ValueError(
             f"cu_seqlens: reduction {reduction!r} works on sequences and expects their boundaries for packed input; "

@@ -96,53 +96,54 @@ ops._differentiate(distill, _save_distill, _backward_distill)
 def _top_k_kernel(
     student: Tensor, ids: Tensor, logps: Tensor, w: Tensor, scale: Tensor, temperature: float, backend: str
 ) -> tuple[Tensor, ...]:
-    """(loss, per_token, student entropy, teacher entropy, numerator, row_max, log_sum, c, dz).
+    """(loss, per_token, student entropy, teacher entropy, numerator, row_max, log_sum, ids, c, dz).
 
-    The gradient of loss is -c*p/temperature everywhere but at the ids, where it is dz: (N,) and (N, K).
+    The gradient of loss is -c*p/temperature, (N,), but dz, (N, K), at the ids that are returned: those that are not in
+    the list (log-prob -inf) are replaced by the row's most likely one.
     """
     active = w != 0
-    first = torch.where(active, ids[:, 0], 0)
-    _, entropy, row_max, log_sum = dispatch.native(backend).logprob_forward(
+    listed = active[:, None] & (logps != -torch.inf)
+    top = torch.where(listed, logps, -torch.inf).argmax(-1, keepdim=True)
+    ids = torch.where(listed, ids, 0)
+    ids = torch.where(listed, ids, ids.gather(-1, top))
+    first = ids[:, :1].reshape(-1)
+    _, student_entropy, row_max, log_sum = dispatch.native(backend).logprob_forward(
         student, first, active, None, temperature, 0.0, 1.0, True
     )
-    picked = torch.where(active[:, None], _at(student, ids, active), 0.0).to(w.dtype)
-    log_p = torch.where(active[:, None], (picked - row_max[:, None]) / temperature - log_sum[:, None], 0.0)
-    log_q = torch.where(active[:, None], logps.to(w.dtype), 0.0)
-    p, q = log_p.exp(), log_q.exp()
+    picked = student.gather(-1, ids.view(*student.shape[:2], ids.shape[1])).view(ids.shape).to(w.dtype)
+    log_p = torch.where(listed, (picked - row_max[:, None]) / temperature - log_sum[:, None], 0.0)
+    log_q = torch.where(listed, logps.to(w.dtype), 0.0)
+    p, q = (torch.where(listed, v.exp(), 0.0) for v in (log_p, log_q))
     p_sum, q_sum = p.sum(-1), q.sum(-1)
     p_rest, q_rest = (1.0 - p_sum).clamp(min=REMAINDER_FLOOR), (1.0 - q_sum).clamp(min=0.0)
     log_q_rest = q_rest.clamp(min=REMAINDER_FLOOR).log()
-    # a token without probability in the teacher adds 0, one without in the student alone inf
-    terms = torch.where(log_q == -torch.inf, 0.0, torch.where(log_p == -torch.inf, torch.inf, q * (log_q - log_p)))
+    # a listed token without probability in the student makes the divergence inf, whatever its weight
+    terms = torch.where(log_p == -torch.inf, torch.inf, q * (log_q - log_p))
     value = terms.sum(-1) + q_rest * (log_q_rest - p_rest.log())
-    surprise = torch.where(log_q == -torch.inf, 0.0, q * log_q).sum(-1)
-    # d/dz: -q + p*(sum of q) of the listed tokens, and the bucket's q_rest/p_rest times dp/dz of all of them together
+    teacher_entropy = -(q * log_q).sum(-1) - q_rest * log_q_rest
+    # d/dz of -sum q log p is q_sum*p - q; of the bucket's, q_rest/p_rest times dp/dz of the listed tokens together
     pull = torch.where(1.0 - p_sum >= REMAINDER_FLOOR, q_rest / p_rest, 0.0)
-    weight = w * scale
-    dz = weight[:, None] * (p * (q_sum + pull * (1.0 - p_sum))[:, None] - q) / temperature
-    c = -weight * (q_sum - pull * p_sum)
-    value, teacher_entropy, c = (torch.where(active, v, 0.0) for v in (value, -surprise - q_rest * log_q_rest, c))
+    weight, rest = w * scale, q_sum - pull * p_sum
+    dz = weight[:, None] * (p * (rest + pull)[:, None] - q) / temperature
+    dz = torch.where(listed, dz, dz.gather(-1, top))
+    rows = (value, teacher_entropy, -weight * rest)
+    value, teacher_entropy, c = (torch.where(active, v, 0.0) for v in rows)
     dz = torch.where(active[:, None], dz, 0.0)
     numerator = weighted_sum(w, value)
-    return numerator * scale, value, entropy, teacher_entropy, numerator, row_max, log_sum, c, dz
-
-
-def _at(student: Tensor, ids: Tensor, active: Tensor) -> Tensor:
-    """The student's logits at the ids, (N, K)."""
-    safe = torch.where(active[:, None], ids, 0)
-    return student.gather(-1, safe.view(*student.shape[:2], ids.shape[1])).view(ids.shape)
+    return numerator * scale, value, student_entropy, teacher_entropy, numerator, row_max, log_sum, ids, c, dz
 
 
 def _top_k_fake(student: Tensor, ids: Tensor, logps: Tensor, w: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, ...]:
     row = lambda: torch.empty_like(w)  # noqa: E731
     zero = lambda: torch.empty_like(scale)  # noqa: E731
-    return zero(), row(), row(), row(), zero(), row(), row(), row(), torch.empty_like(ids, dtype=w.dtype)
+    listed = (torch.empty_like(ids), row(), torch.empty_like(ids, dtype=w.dtype))
+    return (zero(), row(), row(), row(), zero(), row(), row(), *listed)
 
 
 top_k = ops._define(
     "distill_top_k",
     "(Tensor student, Tensor ids, Tensor logps, Tensor w, Tensor scale, float temperature, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _top_k_kernel,
     _top_k_fake,
 )
@@ -152,13 +153,14 @@ def _top_k_grad_kernel(student: Tensor, ids: Tensor, *args: Any) -> Tensor:
     """d student: the rows' share of p from the log-prob kernel, then the listed columns over it."""
     row_max, log_sum, c, dz, temperature, backend = args
     grad = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    live = c != 0
-    first = torch.where(live, ids[:, 0], 0)
     options = (None, temperature, 0.0, 1.0)
-    dispatch.native(backend).logprob_backward(student, first, row_max, log_sum, None, c, None, *options, grad)
-    listed = torch.where(((dz != 0) | live[:, None]).any(-1, keepdim=True), ids, 0)
-    listed = listed.view(*student.shape[:2], ids.shape[1])
-    return grad.scatter_(-1, listed, dz.to(grad.dtype).view(listed.shape))
+    dispatch.native(backend).logprob_backward(
+        student, ids[:, :1].reshape(-1), row_max, log_sum, None, c, None, *options, grad
+    )
+    # index_copy_, because scatter_ copies the whole of a 16-bit matrix on the CPU
+    columns = torch.arange(ids.shape[0], device=ids.device)[:, None] * student.shape[-1] + ids
+    grad.view(-1).index_copy_(0, columns.view(-1), dz.to(grad.dtype).view(-1))
+    return grad
 
 
 top_k_grad = ops._define(
@@ -171,17 +173,17 @@ top_k_grad = ops._define(
 
 
 def _save_top_k(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    student, ids, _, _, _, *ctx.plain = inputs
+    ctx.plain = inputs[5:]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(student, ids, *output[5:])
+    ctx.save_for_backward(inputs[0], *output[5:])
 
 
 def _backward_top_k(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     none = (None,) * 6
     if g_loss is None:
         return (None, *none)
-    student, ids, row_max, log_sum, c, dz = ctx.saved_tensors
+    student, row_max, log_sum, ids, c, dz = ctx.saved_tensors
     c, dz = ops._scaled(c, g_loss), ops._scaled(dz, g_loss)
     return (top_k_grad(student, ids, row_max, log_sum, c, dz, *ctx.plain), *none)
 

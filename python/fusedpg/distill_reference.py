@@ -45,18 +45,21 @@ def top_k_divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward KL over the teacher's K tokens and one bucket of all others; ids and logps (N, K)."""
     log_p = _log_softmax(student, active, temperature)
-    ids = torch.where(active[:, None], ids, 0)
     log_q = torch.where(active[:, None], logps.to(log_p.dtype), 0.0)
+    ids = torch.where(active[:, None] & (log_q != -torch.inf), ids, 0)
     value, teacher_entropy = bucketed_kl(log_p.gather(-1, ids), log_q)
     student_entropy = -_expectation(log_p, log_p)
     return tuple(torch.where(active, v, 0.0) for v in (value, student_entropy.detach(), teacher_entropy))  # type: ignore[return-value]
 
 
 def bucketed_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """(KL, teacher entropy) over K tokens, log-probs (N, K), and the bucket with the rest of either distribution."""
+    """(KL, teacher entropy) over K tokens, log-probs (N, K), and the bucket with the rest of either distribution.
+
+    A token of log_q = -inf is part of the rest.
+    """
     q = log_q.exp()
     q_rest = (1.0 - q.sum(-1)).clamp(min=0.0)
-    p_rest = (1.0 - log_p.exp().sum(-1)).clamp(min=REMAINDER_FLOOR)
+    p_rest = (1.0 - torch.where(log_q == -torch.inf, 0.0, log_p.exp()).sum(-1)).clamp(min=REMAINDER_FLOOR)
     log_q_rest = q_rest.clamp(min=REMAINDER_FLOOR).log()
     rest = q_rest * (log_q_rest - p_rest.log())
     entropy = -_expectation(log_q, log_q) - q_rest * log_q_rest

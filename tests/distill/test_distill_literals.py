@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from teachers import INF, NAN, Pair, run
+from teachers import INF, NAN, Pair, make_pair, run
 
 LN2, LN3 = math.log(2), math.log(3)
 #: p = (1/2, 1/2), q = (3/4, 1/4)
@@ -91,7 +91,7 @@ def test_a_column_that_one_excludes(student, teacher, divergence, value, backend
     got = run(pair, backend, divergence=divergence, reduction="token-sum")
     assert got.values["per_token"][0].item() == pytest.approx(value, abs=3e-7)
     other = run(Pair(pair.student[1:], pair.teacher[1:]), backend, divergence=divergence, reduction="token-sum")
-    torch.testing.assert_close(got.grad[1:], other.grad, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(got.grad[1:], other.grad, rtol=1e-5, atol=1e-7)
     assert got.values["loss"].isinf() == (value == INF)
     if value < INF:
         assert got.grad.isfinite().all()
@@ -102,7 +102,7 @@ def test_a_column_that_one_excludes(student, teacher, divergence, value, backend
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
 def test_a_broken_row_is_visible(bad, side, divergence, backend):
     """NaN, +inf or no finite logit: NaN in that token's value and gradient, and in the loss; other rows are intact."""
-    pair = Pair(torch.randn(3, 70), torch.randn(3, 70))
+    pair = make_pair((3, 70))
     clean = run(Pair(pair.student[::2], pair.teacher[::2]), backend, divergence=divergence, reduction="token-sum")
     row = getattr(pair, side)[1]
     if bad == "empty":
@@ -113,7 +113,7 @@ def test_a_broken_row_is_visible(bad, side, divergence, backend):
     assert got.values["per_token"].isnan().tolist() == [False, True, False]
     assert got.values["loss"].isnan()
     assert got.grad[1].isnan().any()
-    torch.testing.assert_close(got.grad[::2], clean.grad, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(got.grad[::2], clean.grad, rtol=1e-5, atol=1e-7)
     pair.mask = torch.tensor([True, False, True])
     masked = run(pair, backend, divergence=divergence, reduction="token-sum")
     assert torch.equal(masked.grad[::2], got.grad[::2])
