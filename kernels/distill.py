@@ -17,7 +17,7 @@ vectors where they are misaligned like the student's: the usual case.
 import triton
 import triton.language as tl
 
-from fusedpg.axes import Divergence
+from fusedpg.spec import Divergence
 
 from .launch import RUNTIME
 from .pairs import absorb_pair, collapse_pair, empty_pair, merge_pair

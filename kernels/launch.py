@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusedpg.axes import Divergence
+from fusedpg.spec import Divergence
 
 # which optional tensors a launch really has, one bit each: a missing one costs no compilation of its own
 HAS_W = 1

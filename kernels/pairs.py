@@ -9,7 +9,7 @@ A NaN may get lost in a maximum but never in a sum.
 import triton
 import triton.language as tl
 
-from fusedpg.axes import Divergence
+from fusedpg.spec import Divergence
 
 from .vocabulary import FLOOR, exponent, finite_or_zero
 

@@ -106,7 +106,7 @@ def _top_k_kernel(
     top = torch.where(listed, logps, -torch.inf).argmax(-1, keepdim=True)
     ids = torch.where(listed, ids, 0)
     ids = torch.where(listed, ids, ids.gather(-1, top))
-    first = ids[:, :1].reshape(-1)
+    first = ids[:, 0].clone(memory_format=torch.contiguous_format)
     _, student_entropy, row_max, log_sum = dispatch.native(backend).logprob_forward(
         student, first, active, None, temperature, 0.0, 1.0, True
     )
@@ -155,7 +155,7 @@ def _top_k_grad_kernel(student: Tensor, ids: Tensor, *args: Any) -> Tensor:
     grad = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     options = (None, temperature, 0.0, 1.0)
     dispatch.native(backend).logprob_backward(
-        student, ids[:, :1].reshape(-1), row_max, log_sum, None, c, None, *options, grad
+        student, ids[:, 0].clone(memory_format=torch.contiguous_format), row_max, log_sum, None, c, None, *options, grad
     )
     # index_copy_, because scatter_ copies the whole of a 16-bit matrix on the CPU
     columns = torch.arange(ids.shape[0], device=ids.device)[:, None] * student.shape[-1] + ids
