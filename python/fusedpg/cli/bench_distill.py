@@ -67,10 +67,12 @@ def eager_loss(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
 
 def contenders(problem: Problem) -> list[Contender]:
     """The rows of the table; Liger's kernel needs a GPU."""
-    check = divergence_check(problem, TOLERANCE[problem.student.dtype])
+    tolerance = TOLERANCE[problem.student.dtype]
+    # two log_softmax of a hundred thousand columns leave eager an fp32 gradient wrong in the fifth digit
+    eager = Tolerance(tolerance.loss, max(tolerance.grad, 1e-4))
     rows = [
-        Contender(OURS, partial(_ours, problem), check, ours=True),
-        Contender(EAGER, partial(_eager, problem), check),
+        Contender(OURS, partial(_ours, problem), divergence_check(problem, tolerance), ours=True),
+        Contender(EAGER, partial(_eager, problem), divergence_check(problem, eager)),
     ]
     if liger_refusal(problem.student.device) is None:
         # its gradient passes through the logits' dtype twice; the errors are printed
@@ -106,7 +108,7 @@ def _eager(problem: Problem) -> Outcome:
 
 def _liger(problem: Problem) -> Outcome:
     """Liger takes log-probabilities; its beta 0 and 1 are forward and reverse KL."""
-    from liger_kernel.transformers import LigerJSD  # type: ignore[import-not-found]
+    from liger_kernel.transformers import LigerJSD
 
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}[problem.divergence]
     leaf = problem.leaf()
