@@ -27,6 +27,8 @@ using TokenArgs =
     std::tuple<int64_t, Address, StreamArgs, Address, int64_t, Address>;      // count, w, streams, cu, sequences, mask
 using TokenOutArgs = std::tuple<Address, Address, Address, Address, double>;  // per_token, c, e, sums, scale
 
+using DivergenceArgs = std::tuple<int, double, double, double, double>;  // kind, beta, temperature, teacher's, scale
+
 template <class T>
 T* at(Address a) {
   return reinterpret_cast<T*>(a);  // NOLINT: the address came from tensor.data_ptr()
@@ -174,6 +176,19 @@ void loss_forward(int dtype, int threads, const std::vector<double>& spec, const
                  logit_map(map), row_out(rows), token_out(out), matrix(gradient));
 }
 
+void distill(const std::pair<int, int>& dtypes, int threads, const MatrixArgs& student, const MatrixArgs& teacher,
+             const DivergenceArgs& divergence, Address w, const std::array<Address, 3>& out, const MatrixArgs& gradient) {
+  const Kernels& k = chosen_kernels();
+  const auto& [kind, beta, temperature, teacher_temperature, scale] = divergence;
+  if (kind < 0 || kind > 2) throw std::invalid_argument("divergence: expected a code in 0..2, got " + std::to_string(kind));
+  const Divergence d{kind, beta, temperature, teacher_temperature, scale, at<void>(w)};
+  const DivergenceOut outputs{at<void>(out[0]), at<void>(out[1]), at<void>(out[2])};
+  const auto student_dtype = static_cast<DType>(dtypes.first), teacher_dtype = static_cast<DType>(dtypes.second);
+  const py::gil_scoped_release release;
+  want_huge_pages(matrix(gradient), matrix(student), student_dtype);
+  k.distill(student_dtype, teacher_dtype, threads, matrix(student), matrix(teacher), d, outputs, matrix(gradient));
+}
+
 }  // namespace
 }  // namespace fusedpg
 
@@ -187,4 +202,5 @@ PYBIND11_MODULE(_core, m) {
   m.def("logprob_backward", &fusedpg::logprob_backward);
   m.def("token_loss", &fusedpg::token_loss);
   m.def("loss_forward", &fusedpg::loss_forward);
+  m.def("distill", &fusedpg::distill);
 }

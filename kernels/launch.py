@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fusedpg.spec import Divergence
+
 # which optional tensors a launch really has, one bit each: a missing one costs no compilation of its own
 HAS_W = 1
 HAS_ROW_TEMPERATURE = 2
@@ -30,17 +32,22 @@ RUNTIME = [
     *("logp_old_ptr", "logp_ref_ptr", "logp_rollout_ptr", "is_weights_ptr", "obs_weights_ptr", "selected_ptr"),
     *("cu_ptr", "logp_ptr", "entropy_ptr", "row_max_ptr", "log_sum_ptr", "c_ptr", "e_ptr", "z_ptr", "adjoint_ptr"),
     *("factor_ptr", "counter_ptr", "per_token_ptr", "part_max_ptr", "part_sum_ptr", "part_entropy_ptr"),
-    *("partial_ptr", "sums_ptr"),
+    *("partial_ptr", "sums_ptr", "y_stride_b", "y_stride_t", "y_shift", "value_ptr"),
+    *("student_entropy_ptr", "teacher_entropy_ptr"),
 ]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a kernel: `block` elements a loop step, `threads` in a program, `chunk` columns reduced as one unit."""
+    """Tile of a kernel: `block` elements a loop step, `threads` in a program, `chunk` columns reduced as one unit.
+
+    `programs` of a vocabulary kernel shall fit a multiprocessor: what caps its registers.
+    """
 
     block: int
     threads: int
     chunk: int = 0
+    programs: int = 2
 
 
 # Every vocabulary kernel shares one shape: a row then has the same bits whichever kernel reads it. 512 threads and two
@@ -48,6 +55,8 @@ class Shape:
 VOCABULARY = Shape(block=8192, threads=512, chunk=32768)
 TOKENS = Shape(block=256, threads=256)
 SEQUENCE = Shape(block=512, threads=512)
+# Two rows at a time and a state of seven numbers a group: half the columns a thread keep it in registers.
+PAIRS = Shape(block=2048, threads=256, chunk=32768, programs=3)
 FINISH = Shape(block=64, threads=256)
 
 _REGISTERS = 65536  # 32-bit registers of an NVIDIA multiprocessor
@@ -77,9 +86,9 @@ def target_options(shape: Shape, backend: str, warp_size: int, constants: dict[s
     """Compile options for a target. Fused multiply-adds are written out where wanted: the compiler adds none."""
     chosen: dict[str, Any] = {"num_warps": shape.threads // warp_size, "enable_fp_fusion": False}
     if backend == "cuda" and shape.chunk:
-        # Without a cap ptxas spills to fit more programs than it is worth. Two fit in 64 registers a thread; the soft
-        # cap's tanh needs more. tests/triton/test_aot.py holds every variant to zero spills.
-        programs = 1 if constants.get("SOFTCAP") else 2
+        # Without a cap ptxas spills to fit more programs than it is worth. Two of 512 threads fit in 64 registers a
+        # thread; the soft cap's tanh needs more. tests/triton/test_aot.py holds every variant to zero spills.
+        programs = 1 if constants.get("SOFTCAP") else shape.programs
         chosen["maxnreg"] = _REGISTERS // (shape.threads * programs)
     return chosen
 
@@ -92,7 +101,7 @@ def split_rows(rows: int, chunks: int, device: torch.device) -> bool:
 
 def reachable_variants() -> Iterator[tuple[Any, dict[str, Any], Shape]]:
     """(kernel, constexpr arguments, shape) of everything that gpu.py can launch, once per logits dtype."""
-    from . import logprob, one_pass, rescale, segments, token_loss
+    from . import distill, logprob, one_pass, rescale, segments, token_loss
 
     loop = {"BLOCK": VOCABULARY.block, "CHUNK": VOCABULARY.chunk}
     flags = [{"ENTROPY": e, "SOFTCAP": s} for e in (False, True) for s in (False, True)]
@@ -103,6 +112,9 @@ def reachable_variants() -> Iterator[tuple[Any, dict[str, Any], Shape]]:
         yield logprob.logprob_backward_kernel, {**loop, **flag}, VOCABULARY
         yield one_pass.one_pass_kernel, {**loop, **flag}, VOCABULARY
         yield one_pass.sequence_forward_kernel, {**loop, **flag, "TOKENS": SEQUENCE.block}, VOCABULARY
+    for kind in Divergence:
+        for grad in (False, True):
+            yield distill.distill_kernel, {"BLOCK": PAIRS.block, "KIND": int(kind), "GRAD": grad}, PAIRS
     yield rescale.rescale_kernel, loop, VOCABULARY
     yield segments.segments_kernel, {"TOKENS": SEQUENCE.block}, SEQUENCE
     yield token_loss.token_block_kernel, {"BLOCK": TOKENS.block}, TOKENS

@@ -48,6 +48,19 @@ struct TokenOutputs {
   double scale;
 };
 
+/// What is measured between p = softmax(student / temperature) and q = softmax(teacher / teacher_temperature). `kind` is a code
+/// of fusedpg.axes.Divergence; `w` (compute type): rows with weight 0 are not read; the gradient's rows are w * scale.
+struct Divergence {
+  int kind;
+  double beta, temperature, teacher_temperature, scale;
+  const void* w;
+};
+
+/// Per-row results in the compute type, which is that of the student.
+struct DivergenceOut {
+  void *per_token, *student_entropy, *teacher_entropy;
+};
+
 /// One build of the kernels. `gradient.data` null: none; equal to logits.data: in place.
 struct Kernels {
   void (*logprob_forward)(DType, int threads, const Matrix& logits, const int64_t* targets, const uint8_t* active,
@@ -58,6 +71,8 @@ struct Kernels {
                      const TokenOutputs&);
   void (*loss_forward)(DType, int threads, const double* spec, const Matrix& logits, const int64_t* targets, const void* scale,
                        const Tokens&, const LogitMap&, const RowOut&, const TokenOutputs&, const Matrix& gradient);
+  void (*distill)(DType student_dtype, DType teacher_dtype, int threads, const Matrix& student, const Matrix& teacher,
+                  const Divergence&, const DivergenceOut&, const Matrix& gradient);
 };
 
 // Memory of the calling thread, 64-byte aligned, kept from call to call; grows to the largest request. One use at a time per

@@ -1,5 +1,6 @@
 // csrc/cpu/kernels.cpp: the one source of the CPU kernels. CMake compiles it once per instruction set, each time with
 // FUSEDPG_ISA naming the namespace that everything here lives in; dispatch.cpp picks a table at run time.
+#include "distill.h"
 #include "one_pass.h"
 
 namespace fusedpg::FUSEDPG_ISA {
@@ -46,10 +47,24 @@ void one_pass(DType dtype, int threads, const double* spec, const Matrix& logits
   });
 }
 
+void distillation(DType student_dtype, DType teacher_dtype, int threads, const Matrix& student, const Matrix& teacher,
+                  const Divergence& d, const DivergenceOut& out, const Matrix& gradient) {
+  with_storage(student_dtype, [&](auto s) {
+    using S = decltype(s);
+    using F = typename Compute<S>::type;
+    Storage<F> storage{load_block<S, F>, nullptr, store_block<S, F>, sizeof(S), 0};
+    with_storage(teacher_dtype, [&](auto t) {
+      storage.load_teacher = load_block<decltype(t), F>;
+      storage.teacher_bytes = sizeof(t);
+    });
+    distill_as<F>(threads, storage, student, teacher, d, out, gradient);
+  });
+}
+
 }  // namespace
 
 const Kernels& kernels() {
-  static constexpr Kernels table{forward, backward, tokens_only, one_pass};
+  static constexpr Kernels table{forward, backward, tokens_only, one_pass, distillation};
   return table;
 }
 

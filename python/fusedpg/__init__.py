@@ -8,6 +8,7 @@ from .accumulate import StepAccumulator, StepResult
 from .builders import build_grpo_objective, build_opd_objective
 from .config import DPOConfig, GRPOConfig, OPDConfig, RolloutConfig, RunConfig, with_options
 from .context import LossContext
+from .distill import DISTILL_METRIC_NAMES, DistillMetrics, DistillOutput, TopK, distillation_loss
 from .dpo import build_dpo_objective
 from .functional import policy_loss, policy_loss_from_logits, token_logprobs
 from .loss_call import LossResult
@@ -27,10 +28,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CATALOGUE",
+    "DISTILL_METRIC_NAMES",
     "METRIC_NAMES",
     "OBJECTIVE_NUMERATOR",
     "OBJECTIVE_WEIGHT_SUM",
     "DPOConfig",
+    "DistillMetrics",
+    "DistillOutput",
     "GRPOConfig",
     "LogprobOutput",
     "LossContext",
@@ -51,12 +55,14 @@ __all__ = [
     "RunConfig",
     "StepAccumulator",
     "StepResult",
+    "TopK",
     "__version__",
     "annotators",
     "build_dpo_objective",
     "build_grpo_objective",
     "build_opd_objective",
     "build_policy_objective",
+    "distillation_loss",
     "load_loss_entry_points",
     "load_loss_plugins",
     "loss_spec",

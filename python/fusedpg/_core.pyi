@@ -33,3 +33,13 @@ def loss_forward(
     out: _Outputs,
     gradient: _Matrix,
 ) -> None: ...
+def distill(
+    dtypes: tuple[int, int],
+    threads: int,
+    student: _Matrix,
+    teacher: _Matrix,
+    divergence: tuple[int, float, float, float, float],
+    w: int,
+    out: tuple[int, int, int],
+    gradient: _Matrix,
+) -> None: ...

@@ -116,6 +116,17 @@ class Selection(IntEnum):
     KL_COV = 2
 
 
+class Divergence(IntEnum):
+    """Of a student p from a teacher q: KL(p||q), KL(q||p), or both from a mixture; not an axis of a `LossSpec`."""
+
+    REVERSE_KL = 0
+    FORWARD_KL = 1
+    JSD = 2
+
+
+#: least probability of the bucket of tokens that a top-k teacher does not list: an fp32 sum near 1 knows no less
+REMAINDER_FLOOR = 2.0**-24
+
 #: reduction names, aliases resolved; `fusedpg.weights` holds the one definition of each
 REDUCTIONS = (
     "token-mean",

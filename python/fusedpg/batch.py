@@ -119,7 +119,7 @@ def make_batch(
     rows_mask = flat_mask(mask, base, base_name)
     weights = token_weights(rows_mask, layout, spec.reduction, spec.max_tokens, dtype=dtype, device=base.device)
     if normalizer is not None:
-        _check_normalizer(normalizer)
+        check_normalizer(normalizer)
     return Batch(
         shape=tuple(base.shape),
         layout=layout,
@@ -206,7 +206,8 @@ def _say_on_policy(spec: LossSpec, logp_old: Tensor | None) -> None:
         )
 
 
-def _check_normalizer(normalizer: Any) -> None:
+def check_normalizer(normalizer: Any) -> None:
+    """One number that may divide a numerator; 0 for an empty step."""
     if isinstance(normalizer, Tensor):
         if normalizer.numel() != 1:
             raise ValueError(f"normalizer: expected one number; got shape {tuple(normalizer.shape)}; sum it first")

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from .config import GRPOConfig, OPDConfig, PolicyGradientConfig
+from .distill import DISTILL_METRIC_NAMES
 from .metric_adapter import OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
-from .metrics import METRIC_NAMES, Metrics
+from .metrics import Metrics
 from .objective import Objective, PolicyBatch, Reduction, model_logits, require
 from .old_logp import OldLogpCache
 from .policy_objective import LOSS, build_policy_objective
@@ -83,7 +84,7 @@ def build_opd_objective(rl: OPDConfig, context: Any) -> Objective:
         max_tokens=spec.max_tokens,
         backend=backend,
     )
-    names = {name: name for name in (LOSS, "divergence", *METRIC_NAMES)}
+    names = {name: name for name in (LOSS, *DISTILL_METRIC_NAMES)}
     return Objective(
         fn,
         Reduction.TOKEN_SUM,

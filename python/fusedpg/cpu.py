@@ -17,6 +17,7 @@ from .spec import ENTROPY_COEF, segments_needed
 
 __all__ = [
     "available_isas",
+    "distill",
     "ensure_available",
     "isa",
     "logprob_backward",
@@ -166,6 +167,32 @@ def loss_forward(
         _NO_MATRIX if grad_out is None else _matrix(grad_out),
     )
     return (*rows, *outputs)
+
+
+def distill(
+    student: Tensor,
+    teacher: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    kind: int,
+    beta: float,
+    temperature: float,
+    teacher_temperature: float,
+    grad_out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(divergence, student entropy, teacher entropy) of every row; the gradient times w*scale into `grad_out`."""
+    rows = tuple(torch.empty_like(w) for _ in range(3))
+    _core().distill(
+        (_DTYPES[student.dtype], _DTYPES[teacher.dtype]),
+        _threads(student.numel()),
+        _matrix(student),
+        _matrix(teacher),
+        (kind, beta, temperature, teacher_temperature, float(scale)),
+        w.data_ptr(),
+        _addresses(rows),
+        _NO_MATRIX if grad_out is None else _matrix(grad_out),
+    )
+    return rows  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------ tensors as the core takes them

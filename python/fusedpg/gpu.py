@@ -20,12 +20,21 @@ except ImportError as error:
         "(triton-windows on Windows), or use backend='cpu' or backend='reference'"
     ) from error
 
+from fusedpg.kernels import distill as divergences
 from fusedpg.kernels import launch, logprob, one_pass, rescale, segments
 from fusedpg.kernels import token_loss as tokens
 from fusedpg.kernels.arguments import Rows, Statistics, Tokens, aligned_base
 from fusedpg.spec import STREAMS
 
-__all__ = ["ensure_available", "logprob_backward", "logprob_forward", "loss_forward", "rescale_", "token_loss"]
+__all__ = [
+    "distill",
+    "ensure_available",
+    "logprob_backward",
+    "logprob_forward",
+    "loss_forward",
+    "rescale_",
+    "token_loss",
+]
 
 
 def ensure_available() -> None:
@@ -140,6 +149,54 @@ def loss_forward(
             h_term = entropy if b.has_entropy_term else None
             _backward(rows, stats.row_max, stats.log_sum, h_term, c, e_term, scale, grad_out)
     return (*stats.public(), per_token, c, e, sums)
+
+
+def distill(
+    student: Tensor,
+    teacher: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    kind: int,
+    beta: float,
+    temperature: float,
+    teacher_temperature: float,
+    grad_out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(divergence, student entropy, teacher entropy) of every row; the gradient times w*scale into `grad_out`."""
+    _check_device(student)
+    batch, length, vocab = student.shape
+    rows = tuple(torch.empty_like(w) for _ in range(3))
+    if batch * length == 0:
+        return rows  # type: ignore[return-value]
+    x, shift = aligned_base(student)
+    y, y_shift = aligned_base(teacher)
+    constants = {"KIND": kind, "GRAD": grad_out is not None}
+    with _on(student):
+        divergences.distill_kernel[(batch * length,)](
+            x_ptr=x,
+            y_ptr=y,
+            **_out_arguments(student if grad_out is None else grad_out),
+            w_ptr=w,
+            scale_ptr=scale,
+            value_ptr=rows[0],
+            student_entropy_ptr=rows[1],
+            teacher_entropy_ptr=rows[2],
+            T=length,
+            V=vocab,
+            stride_b=student.stride(0),
+            stride_t=student.stride(1),
+            shift=shift,
+            y_stride_b=teacher.stride(0),
+            y_stride_t=teacher.stride(1),
+            y_shift=y_shift,
+            temperature=temperature,
+            teacher_temperature=teacher_temperature,
+            beta=beta,
+            BLOCK=launch.PAIRS.block,
+            **constants,
+            **launch.options(launch.PAIRS, student.device, constants),
+        )
+    return rows  # type: ignore[return-value]
 
 
 def _check_device(tensor: Tensor) -> None:

@@ -44,12 +44,12 @@ class ObjectiveMetrics(Mapping[str, Any]):
         """A copy that keeps no graph alive; OBJECTIVE_NUMERATOR has served its purpose."""
         kept = {k: v for k, v in self.scalars.items() if k != OBJECTIVE_NUMERATOR}
         scalars = {k: v.detach() if isinstance(v, Tensor) else v for k, v in kept.items()}
-        return ObjectiveMetrics(scalars, {k: Metrics(v.totals.detach(), v.extrema.detach()) for k, v in self._items()})
+        return ObjectiveMetrics(scalars, {k: type(v)(v.totals.detach(), v.extrema.detach()) for k, v in self._items()})
 
     def on_cpu(self) -> ObjectiveMetrics:
         """A copy on the host, numbers in fp64: what ranks exchange."""
         scalars = {k: torch.as_tensor(v).double().cpu() for k, v in self.scalars.items()}
-        return ObjectiveMetrics(scalars, {k: Metrics(v.totals.cpu(), v.extrema.cpu()) for k, v in self._items()})
+        return ObjectiveMetrics(scalars, {k: type(v)(v.totals.cpu(), v.extrema.cpu()) for k, v in self._items()})
 
     def _items(self) -> Any:
         return self.vectors.items()
@@ -162,7 +162,7 @@ def merge_metrics(parts: Sequence[Reported], adapter: MetricAdapter | None) -> O
     vectors = {x: [p.metrics.vectors[x] for p in parts if x in p.metrics.vectors] for x in prefixes}
     return ObjectiveMetrics(
         {name: _merged(name, [p for p in parts if name in p.metrics.scalars], adapter) for name in names},
-        {prefix: Metrics.merge(*found) for prefix, found in vectors.items()},
+        {prefix: found[0].merge(*found[1:]) for prefix, found in vectors.items()},
     )
 
 

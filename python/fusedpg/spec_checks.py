@@ -30,7 +30,7 @@ _NO_SEQUENCE_LEVEL = (Surrogate.REINFORCE, Surrogate.VESPO)
 def check(spec: Any) -> None:
     """Raise ValueError, naming the field, for a spec that means nothing."""
     _check_numbers(spec)
-    _check_reduction(spec)
+    check_reduction(spec.reduction, spec.max_tokens)
     _check_policy(spec)
     _check_keep(spec)
     _check_correction(spec)
@@ -60,19 +60,20 @@ def _check_numbers(spec: Any) -> None:
             raise ValueError(f"{low}: expected {low} <= {high}; got {low}={a}, {high}={b}")
 
 
-def _check_reduction(spec: Any) -> None:
-    if spec.reduction not in REDUCTIONS:
+def check_reduction(reduction: str, max_tokens: Any) -> None:
+    """A known reduction, with `max_tokens` where it divides by it."""
+    if reduction not in REDUCTIONS:
         valid = ", ".join((*REDUCTIONS, *REDUCTION_ALIASES))
-        raise ValueError(f"reduction: expected one of {valid}; got {spec.reduction!r}")
-    if spec.reduction == "seq-mean-token-sum-norm":
-        if isinstance(spec.max_tokens, bool) or not isinstance(spec.max_tokens, int) or spec.max_tokens <= 0:
+        raise ValueError(f"reduction: expected one of {valid}; got {reduction!r}")
+    if reduction == "seq-mean-token-sum-norm":
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens <= 0:
             raise ValueError(
                 "max_tokens: reduction 'seq-mean-token-sum-norm' divides by it and expects a positive int; "
-                f"got {spec.max_tokens!r}; pass the fixed response budget, e.g. max_tokens=4096"
+                f"got {max_tokens!r}; pass the fixed response budget, e.g. max_tokens=4096"
             )
-    elif spec.max_tokens is not None:
+    elif max_tokens is not None:
         raise ValueError(
-            f"max_tokens: reduction {spec.reduction!r} never reads it; got {spec.max_tokens!r}; "
+            f"max_tokens: reduction {reduction!r} never reads it; got {max_tokens!r}; "
             "remove it or use reduction='seq-mean-token-sum-norm'"
         )
 

@@ -31,7 +31,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 DTYPES = ("bf16", "fp16", "fp32")
-LOGITS = ("x_ptr", "out_ptr")
+LOGITS = ("x_ptr", "y_ptr", "out_ptr")
 _POINTERS = {"target_ptr": "*i64", "cu_ptr": "*i64", "counter_ptr": "*i32", "partial_ptr": "*fp64"}
 
 

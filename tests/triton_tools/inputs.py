@@ -13,6 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def use_small_blocks(monkeypatch):
     """Launch shapes that a few dozen tokens and a few hundred columns cross."""
     monkeypatch.setattr(launch, "VOCABULARY", launch.Shape(block=BLOCK, threads=64, chunk=CHUNK))
+    monkeypatch.setattr(launch, "PAIRS", launch.Shape(block=BLOCK, threads=64, chunk=CHUNK))
     monkeypatch.setattr(launch, "TOKENS", launch.Shape(block=16, threads=64))
     monkeypatch.setattr(launch, "SEQUENCE", launch.Shape(block=4, threads=64))
     monkeypatch.setattr(launch, "FINISH", launch.Shape(block=4, threads=64))

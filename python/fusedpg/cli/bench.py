@@ -1,4 +1,4 @@
-"""The benchmark's suites: P1 (logits), P4 (loss alone) and P7 (accuracy), each a table with its targets."""
+"""The benchmark's suites: P1 (logits), P4 (loss alone), P7 (accuracy), distillation; each a table with its targets."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 
 from fusedpg import dispatch
 
-from . import accuracy, bench_logits, bench_loss, memory
+from . import accuracy, bench_distill, bench_logits, bench_loss, memory
 from .report import Section, Target, megabytes, milliseconds, speed_target, times, worst_error
 from .timing import Row, measure, ticks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOGITS_ROWS, LOSS_ROWS = 9, 3
+SUITES = ("logits", "loss", "distill", "accuracy")
 
 
 @dataclass(frozen=True)
 class Options:
     """What to measure."""
 
-    suites: tuple[str, ...] = ("logits", "loss", "accuracy")
+    suites: tuple[str, ...] = SUITES
     tokens: int = 1024
     vocab: int = 151_936
     loss_tokens: int = 1 << 20
@@ -44,6 +45,9 @@ def total_ticks(options: Options) -> int:
         total += len(options.dtypes) * ticks(LOGITS_ROWS - skipped, options.rounds)
     if "loss" in options.suites:
         total += ticks(LOSS_ROWS - skipped, 3 * options.rounds)
+    if "distill" in options.suites:
+        rows = 2 + (bench_distill.liger_refusal(torch.device(options.device)) is None)
+        total += len(options.dtypes) * len(bench_distill.DIVERGENCES) * ticks(rows, options.rounds)
     if "accuracy" in options.suites:
         total += accuracy.cases(tuple(DTYPES[name] for name in options.accuracy_dtypes))
     return total
@@ -57,6 +61,10 @@ def run(options: Options, tick: Tick = lambda what: None) -> Iterator[Section]:
             yield logits_section(options, name, device, tick)
     if "loss" in options.suites:
         yield loss_section(options, device, tick)
+    if "distill" in options.suites:
+        for name in options.dtypes:
+            for divergence in bench_distill.DIVERGENCES:
+                yield distill_section(options, name, divergence, device, tick)
     if "accuracy" in options.suites:
         yield accuracy_section(options, device, tick)
 
@@ -139,6 +147,39 @@ def loss_section(options: Options, device: torch.device, tick: Tick) -> Section:
     )
 
 
+def distill_section(options: Options, dtype: str, divergence: str, device: torch.device, tick: Tick) -> Section:
+    """One divergence in one dtype, a quarter of P1's tokens: eager PyTorch holds ten matrices of the logits' size."""
+    tokens = max(1, options.tokens // 4)
+    problem = bench_distill.make_problem(tokens, options.vocab, DTYPES[dtype], device, divergence)
+    rows = measure(bench_distill.contenders(problem), lambda: None, options.rounds, device, tick)
+    by_name = {row.name: row for row in rows}
+    ours = by_name[bench_distill.OURS]
+    refusal = bench_distill.liger_refusal(device)
+    return Section(
+        title=f"Distillation, {divergence} and its gradient, {dtype}, N = {tokens}, V = {options.vocab}",
+        columns=["what", "median ms", "min ms", "GB/s (2R+1W)", "time / fusedpg", "extra MB", "error loss / grad"],
+        cells=[
+            [
+                row.name,
+                *milliseconds(row),
+                f"{problem.bytes / row.median / 1e9:.1f}" if row.samples else "-",
+                times(row, ours),
+                megabytes(row.peak_bytes),
+                worst_error(row),
+            ]
+            for row in rows
+        ],
+        targets=[speed_target("against torch eager", by_name[bench_distill.EAGER], ours, bench_distill.TARGET)],
+        notes=[
+            f"student and teacher logits of {problem.bytes / 3e6:.0f} MB each; the extra memory holds the gradient",
+            *([refusal] if refusal else []),
+            *_refusals(rows),
+        ],
+        record=_record(rows, "distill", options, dtype=dtype, device=device, divergence=divergence, tokens=tokens),
+        broken=_broken(rows),
+    )
+
+
 def accuracy_section(options: Options, device: torch.device, tick: Tick) -> Section:
     """P7."""
     results = []
@@ -173,7 +214,7 @@ def _record(rows: list[Row], suite: str, options: Options, **more: object) -> di
     assert isinstance(device, torch.device)
     dtype = DTYPES[str(more["dtype"])]
     backend = dispatch.resolve("auto", device, dtype)
-    shape = {"tokens": options.tokens, "vocab": options.vocab} if suite == "P1" else {"tokens": options.loss_tokens}
+    shape = {"tokens": options.loss_tokens} if suite == "P4" else {"tokens": options.tokens, "vocab": options.vocab}
     return {"suite": suite, **shape, **more, "backend": backend, "rows": [row.to_json() for row in rows]}
 
 

@@ -1,0 +1,147 @@
+"""Distillation: divergence and gradient from both models' logits, against PyTorch eager and Liger where it runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fusedpg import distillation_loss
+
+from .bench_logits import TOLERANCE, Tolerance
+from .timing import Contender, Outcome, Verdict
+
+OURS, EAGER = "fusedpg", "torch eager"
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+BETA = 0.5
+#: factor that eager must take of ours
+TARGET = 5.0
+
+
+@dataclass
+class Problem:
+    """Both models' logits in one dtype, and the divergence between them."""
+
+    student: Tensor
+    teacher: Tensor
+    divergence: str
+
+    @property
+    def bytes(self) -> int:
+        """One read of each and one write of the gradient."""
+        return 3 * self.student.numel() * self.student.element_size()
+
+    def leaf(self) -> Tensor:
+        """Fresh differentiable logits in the same memory."""
+        return self.student.detach().requires_grad_()
+
+
+def make_problem(
+    tokens: int, vocab: int, dtype: torch.dtype, device: torch.device, divergence: str, seed: int = 0
+) -> Problem:
+    """A teacher of std 3 and a student near it, as in on-policy distillation."""
+    rng = torch.Generator(device).manual_seed(seed)
+    student, teacher = (torch.empty(tokens, vocab, dtype=dtype, device=device) for _ in range(2))
+    for mine, theirs in zip(student.split(64), teacher.split(64), strict=True):
+        theirs.copy_(torch.randn(theirs.shape, generator=rng, device=device) * 3)
+        mine.copy_(theirs + torch.randn(mine.shape, generator=rng, device=device))
+    return Problem(student, teacher, divergence)
+
+
+def eager_loss(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
+    """Mean divergence as trainers write it: two log_softmax in fp32, then the sum over the vocabulary."""
+    wide = torch.promote_types(student.dtype, torch.float32)
+    log_p, log_q = torch.log_softmax(student.to(wide), -1), torch.log_softmax(teacher.to(wide), -1)
+    if divergence == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    if divergence == "forward_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    q, p = log_q.exp(), log_p.exp()
+    log_m = torch.log(BETA * q + (1 - BETA) * p)
+    return (BETA * (q * (log_q - log_m)).sum(-1) + (1 - BETA) * (p * (log_p - log_m)).sum(-1)).mean()
+
+
+def contenders(problem: Problem) -> list[Contender]:
+    """The rows of the table; Liger's kernel needs a GPU."""
+    tolerance = TOLERANCE[problem.student.dtype]
+    # two log_softmax of a hundred thousand columns leave eager an fp32 gradient wrong in the fifth digit
+    eager = Tolerance(tolerance.loss, max(tolerance.grad, 1e-4))
+    rows = [
+        Contender(OURS, partial(_ours, problem), divergence_check(problem, tolerance), ours=True),
+        Contender(EAGER, partial(_eager, problem), divergence_check(problem, eager)),
+    ]
+    if liger_refusal(problem.student.device) is None:
+        # its gradient passes through the logits' dtype twice; the errors are printed
+        loose = Tolerance(1e-3, 0.05)
+        rows.append(Contender("LigerJSD", partial(_liger, problem), divergence_check(problem, loose)))
+    return rows
+
+
+def liger_refusal(device: torch.device) -> str | None:
+    """Why Liger's JSD is not among the rows; None when it is."""
+    try:
+        importlib.import_module("liger_kernel")
+    except ImportError as error:
+        return f"LigerJSD: not run, {error}"
+    if device.type != "cuda":
+        return f"LigerJSD: not run, its Triton kernel needs a GPU and the tensors are on {device.type}"
+    return None
+
+
+def _ours(problem: Problem) -> Outcome:
+    leaf = problem.leaf()
+    out = distillation_loss(leaf, problem.teacher, divergence=problem.divergence, beta=BETA)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    return Outcome(out.loss.detach(), grad)
+
+
+def _eager(problem: Problem) -> Outcome:
+    leaf = problem.leaf()
+    loss = eager_loss(leaf, problem.teacher, problem.divergence)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), grad)
+
+
+def _liger(problem: Problem) -> Outcome:
+    """Liger takes log-probabilities; its beta 0 and 1 are forward and reverse KL."""
+    from liger_kernel.transformers import LigerJSD
+
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}[problem.divergence]
+    leaf = problem.leaf()
+    log_p, log_q = (torch.log_softmax(x.float(), -1) for x in (leaf, problem.teacher))
+    loss = LigerJSD(beta=beta)(log_p, log_q)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), grad)
+
+
+def divergence_check(problem: Problem, tolerance: Tolerance) -> Callable[[Outcome], Verdict]:
+    """Judges the loss over all rows and the gradient on some, against autograd in fp64."""
+    tokens = problem.student.shape[0]
+    some = torch.tensor(sorted({0, (tokens - 1) // 3, (tokens - 1) // 2, tokens - 1}), device=problem.student.device)
+    rows = range(0, tokens, 64)
+    with torch.no_grad():
+        parts = [
+            eager_loss(problem.student[i : i + 64].double(), problem.teacher[i : i + 64].double(), problem.divergence)
+            * len(problem.student[i : i + 64])
+            for i in rows
+        ]
+    leaf = problem.student[some].double().requires_grad_()
+    part = eager_loss(leaf, problem.teacher[some].double(), problem.divergence) * len(some) / tokens
+    (grad,) = torch.autograd.grad(part, leaf)
+    return partial(_judge, torch.stack(parts).sum() / tokens, grad, some, tolerance)
+
+
+def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outcome: Outcome) -> Verdict:
+    assert outcome.loss is not None
+    assert outcome.grad is not None
+    loss_error = ((outcome.loss.double() - loss).abs() / loss.abs().clamp(min=1)).item()
+    difference = (outcome.grad[some].double() - grad).abs().amax(-1)
+    grad_error = (difference / grad.abs().amax(-1)).max().item()
+    errors = {"loss": loss_error, "grad": grad_error}
+    limits = {"loss": tolerance.loss, "grad": tolerance.grad}
+    bad = [f"{k} error {errors[k]:.1e} > {limits[k]:.1e}" for k in errors if not errors[k] <= limits[k]]
+    return Verdict(errors, "; ".join(bad) or None)
