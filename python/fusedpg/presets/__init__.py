@@ -7,9 +7,23 @@ normaliser rule and metric names. An option that is not supported is refused by 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .base import TrainerSpec
+
+if TYPE_CHECKING:  # at run time a trainer's module is imported when it is first asked for
+    from ._areal import areal as areal
+    from ._cosmos import cosmos as cosmos
+    from ._cosmos_rl import cosmos_rl as cosmos_rl
+    from ._nemo_rl import nemo_rl as nemo_rl
+    from ._openrlhf import openrlhf as openrlhf
+    from ._prime_rl import prime_rl as prime_rl
+    from ._rllm import rllm as rllm
+    from ._skyrl import skyrl as skyrl
+    from ._slime import slime as slime
+    from ._tinker import tinker as tinker
+    from ._trl import trl as trl
+    from ._verl import verl as verl
 
 __all__ = ["TRAINERS", "TrainerSpec", "trainers_of"]
 
