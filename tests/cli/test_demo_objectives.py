@@ -20,11 +20,11 @@ import fusedpg
 import torch
 
 
-@fusedpg.register_loss("my_icepop")
-def my_icepop(ctx: fusedpg.LossContext):
+@fusedpg.register_loss("demo_icepop")
+def demo_icepop(ctx: fusedpg.LossContext):
     """Mask tokens whose train/inference ratio exp(logp_curr - logp_rollout) leaves [alpha, beta]."""
     if ctx.logp_rollout is None:
-        raise ValueError("my_icepop needs rollout log-probs, but ctx.logp_rollout is None")
+        raise ValueError("demo_icepop needs rollout log-probs, but ctx.logp_rollout is None")
     alpha = float(ctx.params.get("alpha", 0.5))
     beta = float(ctx.params.get("beta", 5.0))
     ratio = torch.exp(ctx.logp_curr.detach() - ctx.logp_rollout)   # detached weight, no grad
@@ -32,7 +32,7 @@ def my_icepop(ctx: fusedpg.LossContext):
     pg = -ctx.advantages * ratio * ctx.logp_curr * keep            # grad flows via logp_curr
     am = ctx.action_mask
     mask_frac = ((1.0 - keep) * am).sum() / am.sum().clamp(min=1.0)
-    return ctx.aggregate(pg, am), {"my_icepop/mask_frac": mask_frac.item()}
+    return ctx.aggregate(pg, am), {"demo_icepop/mask_frac": mask_frac.item()}
 
 
 @fusedpg.register_loss("my_other_name")
@@ -80,10 +80,10 @@ def test_every_recipe_learns(name, tmp_path):
 
 
 def test_a_loss_of_the_users_own_module_learns(module, tmp_path):
-    result = run("--objective", f"{module}:my_icepop", "--out", str(tmp_path))
+    result = run("--objective", f"{module}:demo_icepop", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "Reduction.SUM" in result.output
-    assert "my_icepop/mask_frac = train/my_icepop/mask_frac" in result.output
+    assert "demo_icepop/mask_frac = train/demo_icepop/mask_frac" in result.output
     assert "clip fraction" not in result.output  # the body has none
     assert "cpu / reference" in result.output or "triton / reference" in result.output
 
@@ -95,7 +95,7 @@ def test_a_loss_of_the_users_own_module_learns(module, tmp_path):
         ("a_module_nobody_has:loss", ["could not import 'a_module_nobody_has'", "ModuleNotFoundError"]),
         ("my_broken_losses:loss", ["could not import 'my_broken_losses'", "a_package_that_is_not_there"]),
         ("my_taken_losses:gspo", ["could not import 'my_taken_losses'", "'gspo' is a built-in loss"]),
-        ("my_demo_losses:my_icpop", ["a function 'my_icpop' of a LossContext", "my_icepop, my_other_name"]),
+        ("my_demo_losses:demo_icpop", ["a function 'demo_icpop' of a LossContext", "demo_icepop, my_other_name"]),
         ("my_demo_losses:number", ["a function 'number' of a LossContext"]),
         (":loss", ["could not import ''"]),
     ],
@@ -111,7 +111,7 @@ def test_what_cannot_be_selected_is_exit_status_2(module, name, parts, tmp_path)
 @pytest.mark.parametrize(
     ("attribute", "found"),
     [
-        ("my_icepop", "my_icepop"),
+        ("demo_icepop", "demo_icepop"),
         ("renamed", "my_other_name"),
         ("my_other_name", "my_other_name"),
         ("plain", "my_demo_losses:plain"),
@@ -137,7 +137,7 @@ def test_recipes_keep_their_own_knobs(name):
 
 @pytest.mark.parametrize("name", [*objectives.OPTIONS, "custom"])
 def test_one_update_over_chunks_is_the_update_of_the_whole_batch(name, module):
-    name = f"{module}:my_icepop" if name == "custom" else name
+    name = f"{module}:demo_icepop" if name == "custom" else name
     trainer = train.Trainer(replace(TINY, objective=name))
     list(trainer.warm_up())
     if trainer.choice.distils:

@@ -43,9 +43,8 @@ def make_policy_batch(kind: str, seed: int = 0, rows: int = 4, length: int = 9, 
     g = torch.Generator().manual_seed(1000 * KINDS.index(kind) + seed)
     rand = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
     logp = -(0.05 + 3 * torch.rand(rows, length, generator=g))
-    below_zero = lambda t: t.clamp(max=-0.01)  # noqa: E731, probabilities are below 1
-    old, ref = (below_zero(logp + 0.25 * rand(rows, length)) for _ in range(2))
-    rollout = below_zero(old + 0.2 * rand(rows, length))
+    old, ref, rollout = (logp + 0.25 * rand(rows, length) for _ in range(3))
+    rollout = old + 0.2 * rand(rows, length)
     advantages, token_advantages = rand(rows), rand(rows, length)
     lengths = torch.randint(2, length + 1, (rows,), generator=g)
     lengths[0] = length
