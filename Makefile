@@ -8,22 +8,26 @@ STAMP := $(VENV)/.fusedpg-installed
 WORKERS ?= auto
 NATIVE := $(shell find csrc CMakeLists.txt setup.py -type f 2>/dev/null)
 
-.PHONY: demo test sweep bench parity lint format gpu-check clean
+.PHONY: demo test sweep wide bench parity lint format gpu-check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m fusedpg demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not sweep and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not sweep and not wide and not gpu" $(ARGS)
 
 # the wide parity and compile matrices
 sweep: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "sweep and not gpu" $(ARGS)
 
+# every case of the parity matrix
+wide: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "wide and not gpu" $(ARGS)
+
 # on a machine with a GPU: the tests that need one, then every Triton parity test on it instead of in the interpreter
 gpu-check: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
-	$(BIN)/python -m pytest -m "not gpu" tests/test_parity.py tests/test_autograd.py tests/test_bits.py -k triton $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not wide" tests/test_parity.py tests/test_autograd.py tests/test_bits.py -k triton $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m fusedpg bench $(ARGS)

@@ -69,6 +69,14 @@ def test_cpu_parity_on_every_isa(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("name", fusedpg.CATALOGUE)
+def test_cpu_parity_on_every_isa_swept(name: str, monkeypatch: pytest.MonkeyPatch):
+    for case in FULL[4::45]:
+        if case[0] == name:
+            check(case, "cpu", every_isa(monkeypatch))
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", fusedpg.CATALOGUE)
 def test_cpu_parity_on_every_isa_full(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch):
@@ -83,6 +91,12 @@ def test_triton_parity(case: tuple):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("case", FULL[18::74], ids=ident)
+def test_triton_parity_swept(case: tuple):
+    check(case, "triton")
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [c for c in INTERPRETED if c not in set(QUICK)], ids=ident)
 def test_triton_parity_full(case: tuple):
     check(case, "triton")
