@@ -78,10 +78,8 @@ class NativePath:
         return LossResult(out.loss, metrics, self.path, out.backend, out.logp)
 
 
-def native_path(
-    name: str, params: Mapping[str, Any], agg_mode: str | None, common: Mapping[str, Any]
-) -> NativePath | None:
-    """The native loss of a name under these options, None where its kernel lacks them.
+def native_path(name: str, params: Mapping[str, Any], agg_mode: str | None, common: Mapping[str, Any]) -> NativePath:
+    """The native loss of a name under these options.
 
     Args:
         name: one of `NATIVE_NAMES`.

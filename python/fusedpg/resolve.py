@@ -173,9 +173,7 @@ def resolve_loss(
 def _builtin(name: str, params: Mapping[str, Any], mode: str | None, common: Mapping[str, Any], path: str) -> LossPath:
     mode = PINS.get(name, mode)
     native = native_path(name, params, mode, common)
-    if native is None and path == "native":
-        raise ValueError(f"path: no kernel runs {name!r} with {dict(params)}; got 'native'; use 'auto'")
-    if native is not None and path != "custom":
+    if path != "custom":
         return native
     if name not in BODIES:
         raise ValueError(f"path: the loss {name!r} has no Python body; got {path!r}; use 'auto'")

@@ -1,7 +1,7 @@
 """A policy loss as data: `LossSpec`, its axes and their fixed integer codes.
 
 Standard library only. The codes and the order of `LossSpec.encode` are mirrored by `csrc/spec.h` and
-`kernels/terms.py`; a test compares the three.
+`kernels/codes.py`; a test compares the three.
 """
 
 from __future__ import annotations

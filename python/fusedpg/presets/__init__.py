@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # at run time a trainer's module is imported when it is first
 
 __all__ = ["TRAINERS", "TrainerSpec", "trainers_of"]
 
-#: trainer -> the losses its preset knows, filled as the modules are imported
+#: the trainers, in the order of the parity table and of the documentation
 TRAINERS = (
     "verl",
     "trl",
