@@ -11,6 +11,8 @@ from .context import LossContext
 from .distill import DISTILL_METRIC_NAMES, DistillMetrics, DistillOutput, TopK, distillation_loss
 from .dpo import build_dpo_objective
 from .functional import policy_loss, policy_loss_from_logits, token_logprobs
+from .linear import linear_token_logprobs, policy_loss_from_hidden
+from .linear_plan import LinearPlan, LinearShape, plan_linear
 from .loss_call import LossResult
 from .losses import CATALOGUE, loss_spec
 from .metric_adapter import OBJECTIVE_NUMERATOR, OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
@@ -36,6 +38,8 @@ __all__ = [
     "DistillMetrics",
     "DistillOutput",
     "GRPOConfig",
+    "LinearPlan",
+    "LinearShape",
     "LogprobOutput",
     "LossContext",
     "LossOutput",
@@ -63,10 +67,13 @@ __all__ = [
     "build_opd_objective",
     "build_policy_objective",
     "distillation_loss",
+    "linear_token_logprobs",
     "load_loss_entry_points",
     "load_loss_plugins",
     "loss_spec",
+    "plan_linear",
     "policy_loss",
+    "policy_loss_from_hidden",
     "policy_loss_from_logits",
     "preflight",
     "presets",
