@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import policy_loss, policy_loss_from_logits, token_logprobs
+from .functional import policy_loss
+from .hidden_states import Scores, scored_logprobs, scored_loss
 from .metric_adapter import OBJECTIVE_NUMERATOR, OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
 from .metrics import METRIC_NAMES
-from .objective import Objective, PolicyBatch, Reduction, model_logits, require
+from .objective import Objective, PolicyBatch, Reduction, model_scores, require
 from .old_logp import OldLogpCache, ReferenceScorer
 from .outputs import LossOutput
 from .spec import Anchor, Level, LossSpec, Surrogate
@@ -108,7 +109,7 @@ def _policy_gradient_loss(
     from_teacher: bool,
     one_advantage_a_response: bool,
 ) -> tuple[Tensor, ObjectiveMetrics]:
-    """One chunk: `policy_loss_from_logits` with π_old from the batch, the cache, or this very forward."""
+    """One chunk: the loss from logits or hidden states, with π_old from the batch, the cache, or this very forward."""
     data = PolicyBatch.of(batch)
     _check_advantages(spec, data, from_teacher, one_advantage_a_response)
     old = data.logp_old if old_logp_cache is None else old_logp_cache.lookup(data)
@@ -128,14 +129,14 @@ def _policy_gradient_loss(
         # an observation term leaves a numerator even where no policy token gives it a weight
         "normalizer": 1.0 if spec.obs_coef else None,
     }
-    logits = model_logits(model, batch)
+    scores = model_scores(model, batch)
     if from_teacher:
-        out, old = _loss_from_teacher(spec, logits, data, old, temperature, fields)
+        out, old = _loss_from_teacher(spec, scores, data, old, temperature, fields)
     else:
         fields |= {"advantages": data.advantages, "sequence_advantages": data.sequence_advantages}
         # while the policy still is π_old its own log-probs anchor the ratio: exactly 1, with no second forward
         run = spec.replace(anchor=Anchor.SELF) if old is None and _forms_old_ratio(spec) else spec
-        out = policy_loss_from_logits(run, logits, data.targets, logp_old=old, temperature=temperature, **fields)
+        out = scored_loss(run, scores, data.targets, logp_old=old, temperature=temperature, **fields)
         old = out.logp if old is None else old
     if old_logp_cache is not None and data.logp_old is None and torch.is_grad_enabled():
         old_logp_cache.keep(data.batch_id, old)
@@ -152,17 +153,17 @@ def _policy_gradient_loss(
 
 
 def _loss_from_teacher(
-    spec: LossSpec, logits: Tensor, data: PolicyBatch, old: Tensor | None, temperature: float, fields: dict[str, Any]
+    spec: LossSpec, scores: Scores, data: PolicyBatch, old: Tensor | None, temperature: float, fields: dict[str, Any]
 ) -> tuple[LossOutput, Tensor]:
     """The clipped surrogate with advantages teacher_logp - π_old; (output, π_old)."""
     assert data.teacher_logp is not None
     if old is not None:
         advantages = data.teacher_logp - old
-        out = policy_loss_from_logits(
-            spec, logits, data.targets, logp_old=old, advantages=advantages, temperature=temperature, **fields
+        out = scored_loss(
+            spec, scores, data.targets, logp_old=old, advantages=advantages, temperature=temperature, **fields
         )
         return out, old
-    lp = token_logprobs(logits, data.targets, mask=data.mask, temperature=temperature, backend=fields["backend"])
+    lp = scored_logprobs(scores, data.targets, mask=data.mask, temperature=temperature, backend=fields["backend"])
     old = lp.logp.detach()
     return policy_loss(spec, lp.logp, logp_old=old, advantages=data.teacher_logp - old, **fields), old
 
