@@ -22,6 +22,9 @@ from .weights import inverse_denominator
 
 #: the internal metric that the objective itself adds to those of the op
 LOSS = "loss"
+#: what it adds where a response has one ratio and one advantage: the ratio, and the responses that the clip drops, each
+#: response counted once
+RESPONSE_METRICS = ("response_ratio_mean", "response_clip_frac")
 
 
 def build_policy_objective(
@@ -49,7 +52,7 @@ def build_policy_objective(
         identity: provenance; the spec's fields when None.
         from_teacher: advantages are teacher_logp - π_old.
         one_advantage_a_response: refuse per-token advantages. With them the stop-gradient form of a sequence's ratio
-            is no longer the paper's objective.
+            is no longer the paper's objective. Without them there are metrics a response (`RESPONSE_METRICS`).
 
     Returns:
         `Reduction.TOKEN_SUM` with OBJECTIVE_WEIGHT_SUM = `out.weight`; `Reduction.SUM` for `reduction="token-sum"`.
@@ -64,8 +67,13 @@ def build_policy_objective(
     if reference_scorer is None and spec.needs_logp_ref:
         reference_scorer = ReferenceScorer(temperature, backend)
     names = {name: name for name in (LOSS, *METRIC_NAMES)}
+    weighted_by: dict[str, str] = {}
     if from_teacher:
         names["teacher_kl"] = "teacher_kl"
+        weighted_by = {f"{prefix}teacher_kl": f"{prefix}tokens"}
+    if one_advantage_a_response:
+        names |= {name: name for name in RESPONSE_METRICS}
+        weighted_by |= {f"{prefix}{name}": f"{prefix}sequences" for name in RESPONSE_METRICS}
     fn = partial(
         _policy_gradient_loss,
         spec=spec,
@@ -84,7 +92,7 @@ def build_policy_objective(
         metric_adapter=MetricAdapter(
             prefix,
             names,
-            weighted_by={f"{prefix}teacher_kl": f"{prefix}tokens"} if from_teacher else {},
+            weighted_by=weighted_by,
             loss=f"{prefix}{LOSS}",
         ),
         identity={"objective": spec.name, "reduction": spec.reduction} if identity is None else identity,
@@ -149,6 +157,9 @@ def _policy_gradient_loss(
     if from_teacher:
         assert data.teacher_logp is not None
         scalars[f"{prefix}teacher_kl"] = _masked_mean(old - data.teacher_logp, data.mask)
+    if one_advantage_a_response:
+        means = _response_means(spec, out.logp - old, data)
+        scalars |= {f"{prefix}{name}": mean for name, mean in zip(RESPONSE_METRICS, means, strict=True)}
     return loss, ObjectiveMetrics(scalars, {prefix: out.metrics})
 
 
@@ -196,3 +207,22 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the tokens of a mask, each counted once; 0 over none."""
     chosen = mask != 0
     return torch.where(chosen, values, 0.0).sum() / chosen.sum().clamp(min=1)
+
+
+def _response_means(spec: LossSpec, log_ratio: Tensor, data: PolicyBatch) -> tuple[Tensor, Tensor]:
+    """Means over the responses with a token: the ratio, and whether the clip drops the response; 0 over none."""
+    assert data.sequence_advantages is not None
+    chosen = data.mask != 0
+    values = (torch.where(chosen, log_ratio, 0.0).double(), chosen.double())
+    if data.cu_seqlens is None:
+        total, tokens = (v.sum(1) for v in values)
+    else:  # unlike differences of one running sum, these keep a sequence's NaN to itself
+        offsets = data.cu_seqlens.long()
+        total, tokens = (torch.segment_reduce(v, "sum", offsets=offsets, unsafe=True, initial=0) for v in values)
+    low, high = spec.log_ratio_clamp
+    ratio = (total / tokens.clamp(min=1)).clamp(low, high).exp()
+    a = data.sequence_advantages
+    dropped = ((ratio > spec.clip_high) & (a > 0)) | ((ratio < spec.clip_low) & (a < 0))
+    held = tokens > 0
+    count = held.sum().clamp(min=1)
+    return torch.where(held, ratio, 0.0).sum() / count, (dropped & held).sum() / count
