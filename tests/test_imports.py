@@ -113,6 +113,9 @@ ARROWS = {
     "native_losses": {"context", "functional", "hidden_states", "loss_call", "losses", "outputs", "presets", "spec"},
     "registry": {"context", "native_losses"},
     "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
+    "integrations": {
+        *("dispatch", "hidden_states", "integrations", "linear_ops", "linear_walk", "outputs", "presets", "spec"),
+    },
     "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
@@ -126,6 +129,7 @@ OUTSIDE = {
     "spec_checks": set(),
     "knobs": set(),
     "presets": set(),
+    "integrations": {"torch", "trl"},
     "certify": {"liger_kernel", "omegaconf", "polgrad", "torch", "trl", "verl"},
 }
 

@@ -51,7 +51,11 @@ def test_every_loss(name, packed):
 
 @pytest.mark.filterwarnings("ignore:epsilon_low:UserWarning")
 def test_grpo_with_a_frozen_old_policy_and_a_reference():
-    for knobs in ({"kl_beta": 0.1}, {"grpo_surrogate": "legacy_pg"}, {"importance_sampling_level": "sequence", "lower_bound_ratio": 0.0}):
+    for knobs in (
+        {"kl_beta": 0.1},
+        {"grpo_surrogate": "legacy_pg"},
+        {"importance_sampling_level": "sequence", "lower_bound_ratio": 0.0},
+    ):
         batch = make_batch()
         del batch["logp_old"]
         compare(lambda knobs=knobs: build_grpo_objective(GRPOConfig(**knobs), CONTEXT), batch)
