@@ -114,7 +114,8 @@ ARROWS = {
     "registry": {"context", "native_losses"},
     "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
     "integrations": {
-        *("dispatch", "hidden_states", "integrations", "linear_ops", "linear_walk", "outputs", "presets", "spec"),
+        *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_walk", "loss_call"),
+        *("losses", "native_losses", "outputs", "presets", "resolve", "spec"),
     },
     "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }

@@ -70,13 +70,15 @@ class NativePath:
             "normalizer": normalizer,
         }
 
+    def named_metrics(self, out: LossOutput, inputs: LossInputs) -> Mapping[str, Any]:
+        """The metrics of a call: rLLM's names for its losses, this library's for the others."""
+        if not isinstance(self.spec, TrainerSpec):
+            return out.metrics
+        more = _MORE_METRICS.get(self.name)
+        return self.spec.named_metrics(out.metrics) | ({} if more is None else more(self, out, inputs))
+
     def _result(self, out: LossOutput, inputs: LossInputs) -> LossResult:
-        metrics: Mapping[str, Any] = out.metrics
-        if isinstance(self.spec, TrainerSpec):
-            metrics = self.spec.named_metrics(out.metrics)
-            more = _MORE_METRICS.get(self.name)
-            metrics |= {} if more is None else more(self, out, inputs)
-        return LossResult(out.loss, metrics, self.path, out.backend, out.logp)
+        return LossResult(out.loss, self.named_metrics(out, inputs), self.path, out.backend, out.logp)
 
 
 def native_path(name: str, params: Mapping[str, Any], agg_mode: str | None, common: Mapping[str, Any]) -> NativePath:
