@@ -115,7 +115,8 @@ ARROWS = {
     "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
     "integrations": {
         *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_walk", "loss_call"),
-        *("losses", "native_losses", "outputs", "presets", "resolve", "spec"),
+        *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
+        *("resolve", "spec"),
     },
     "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }

@@ -69,7 +69,8 @@ def test_every_loss_is_the_library_s_own(name, kind):
     obs = torch.zeros_like(b.mask)
     params = {"beta": 0.1} if name == "dro" else {}
     for mode in (rllm.PINS[name],) if name in rllm.PINS else MODES:
-        leaf, ctx = context(b, obs, params, mode)
+        configured = next(m for m in MODES if m != mode) if name in rllm.PINS else mode
+        leaf, ctx = context(b, obs, params, configured)
         loss, _ = rllm.BODIES[f"fusedpg_{name}"](ctx)
         loss.backward()
         reduction = None if name == "dr_grpo" else mode

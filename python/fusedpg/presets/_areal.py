@@ -78,6 +78,11 @@ def areal(loss: str = "ppo", **options: Any) -> TrainerSpec:
     return replace(spec, **changes)
 
 
+def options_of(loss: str) -> dict[str, Any]:
+    """The options that a loss reads, with AReaL's defaults."""
+    return dict(_DEFAULTS[loss])
+
+
 def denominator(spec: TrainerSpec, *, tokens: float | None = None) -> float | None:
     """Selected tokens of all micro-batches, at least 1."""
     return None if tokens is None else max(float(tokens), 1.0)

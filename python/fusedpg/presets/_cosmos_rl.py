@@ -69,6 +69,11 @@ def cosmos_rl(loss: str = "grpo", **options: Any) -> TrainerSpec:
     return trainer_spec(entry, knobs, trainer=TRAINER, version=VERSION, trainer_loss=loss, rule=denominator, note=note)
 
 
+def options_of(loss: str = "grpo") -> dict[str, Any]:
+    """The options that the loss reads, with cosmos-rl's defaults."""
+    return dict(_DEFAULTS)
+
+
 def denominator(
     spec: TrainerSpec, *, tokens: float | None = None, sequences: float | None = None, dp_workers: int = 1
 ) -> float | None:

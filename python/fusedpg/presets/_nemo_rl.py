@@ -83,6 +83,11 @@ def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
     return spec if bound is None else replace(spec, dual_clip=float(bound))
 
 
+def options_of(loss: str = "clipped_pg") -> dict[str, Any]:
+    """The options that the loss reads, with NeMo-RL's defaults."""
+    return dict(_DEFAULTS)
+
+
 def denominator(
     spec: TrainerSpec, *, global_valid_toks: float | None = None, global_valid_seqs: float | None = None
 ) -> float | None:

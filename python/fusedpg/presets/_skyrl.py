@@ -122,6 +122,11 @@ def skyrl(loss: str = "regular", **options: Any) -> TrainerSpec:
     )
 
 
+def options_of(loss: str) -> dict[str, Any]:
+    """The options that a loss reads, with SkyRL's defaults."""
+    return {**_SHARED, **_OWN[loss]}
+
+
 def denominator(spec: TrainerSpec, *, batch_size: int | None = None, tokens: float | None = None) -> float | None:
     """All rows of the mini-batch, or its tokens (at least 1); 1 where the advantages carry the reduction."""
     if spec.reduction == "token-sum":

@@ -79,6 +79,11 @@ def slime(loss: str = "ppo", **options: Any) -> TrainerSpec:
     return spec if bound is None else replace(spec, dual_clip=float(bound))
 
 
+def options_of(loss: str) -> dict[str, Any]:
+    """The options that a loss reads, with slime's defaults."""
+    return {**_SHARED, **_OWN[loss]}
+
+
 def denominator(
     spec: TrainerSpec, *, global_batch_size: float | None = None, num_tokens: float | None = None
 ) -> float | None:
