@@ -71,7 +71,8 @@ def data_of(b):
         "prev_logprobs": shift(b.logp_old),
         "generation_logprobs": shift(b.logp_rollout),
         "reference_policy_logprobs": shift(b.logp_ref),
-        "token_mask": shift(b.mask.float(), 1.0),
+        # a row without a valid token is left out by its sample's mask
+        "token_mask": shift((b.mask | ~b.mask.any(1, keepdim=True)).float(), 1.0),
         "sample_mask": b.mask.any(1).float(),
     }
 
@@ -185,7 +186,7 @@ def test_older_versions_have_another_module_and_no_normaliser(monkeypatch):
 def test_without_nemo_rl_the_cause_is_named(monkeypatch):
     for name in [n for n in sys.modules if n.startswith("nemo_rl")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match="^nemo_rl: expected NeMo-RL to be importable"):
+    with pytest.raises(ImportError, match="^nemo_rl: expected NeMo-RL, whose enums"):
         FusedClippedPGLoss()
 
 

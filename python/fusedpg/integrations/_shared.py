@@ -85,7 +85,7 @@ def sequence_values(values: Tensor, mask: Tensor, cu_seqlens: Tensor | None, nam
     return torch.where(some, most, 0.0)
 
 
-def advantages_of(spec: LossSpec, values: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+def advantages_of(spec: LossSpec, values: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
     """Per-token advantages as the argument that the loss's level takes."""
     if spec.level != Level.SEQUENCE:
         return {"advantages": values}

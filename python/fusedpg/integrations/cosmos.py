@@ -57,9 +57,8 @@ def build_objective(rl: Any, model_config: Any) -> Any:
             raise ValueError(f"rl.{key}: the objective has no such term; got {given[key]!r}; drop it")
     selectors = [key for key in ("grpo_surrogate", "distillation_mode") if given.get(key) is not None]
     if len(selectors) != 1:
-        raise ValueError(
-            f"rl: expected either grpo_surrogate (GRPO) or distillation_mode (OPD); got {' and '.join(selectors) or 'neither'}"
-        )
+        got = " and ".join(selectors) or "neither"
+        raise ValueError(f"rl: expected either grpo_surrogate (GRPO) or distillation_mode (OPD); got {got}")
     config: Any = GRPOConfig if selectors == ["grpo_surrogate"] else OPDConfig
     build: Any = build_grpo_objective if config is GRPOConfig else build_opd_objective
     own = {key: value for key, value in given.items() if key in config.__dataclass_fields__}

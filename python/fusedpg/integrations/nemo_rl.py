@@ -152,5 +152,5 @@ def _interfaces() -> Any:
             if not name.startswith(missing.name or "?"):
                 raise
     raise ImportError(
-        "nemo_rl: expected NeMo-RL to be importable, whose enums a loss carries; run inside its environment"
+        "nemo_rl: expected NeMo-RL, whose enums a loss carries; it is not installed; run in its environment"
     )
