@@ -96,6 +96,15 @@ def test_losses(case, kind):
     assert all(type(value) is float for value in metrics.values())
 
 
+def test_clip_ratio_is_the_share_that_is_dropped_or_clipped():
+    b = batch("ragged")
+    args = (b.logp, b.logp_old, b.token_advantages, algorithm(), b.mask, b.logp_rollout)
+    ratio = (b.logp - b.logp_rollout).exp()[b.mask]
+    outside = ((ratio < 0.8) | (ratio > 1.2)).float().mean()
+    assert skyrl.fused_loss(*args, loss="rollout_is")[1]["clip_ratio"] == pytest.approx(float(outside))
+    assert skyrl.fused_loss(*args, loss="sapo")[1] == {"clip_ratio": 0.0}
+
+
 def test_parts_add_up():
     b = batch("ragged")
     fn = partial(skyrl.fused_loss, loss="gspo", config=algorithm())

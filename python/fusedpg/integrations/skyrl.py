@@ -63,7 +63,10 @@ def fused_loss(
         backend=backend,
         **advantages_of(spec, advantages, mask, None),
     )
-    return out.loss, floats(spec.named_metrics(out.metrics) or out.metrics)
+    metrics = spec.named_metrics(out.metrics)
+    if loss not in ("importance_sampling", "clip_cov", "kl_cov"):
+        metrics.setdefault("clip_ratio", (1.0 - out.metrics["keep_frac"]) * (out.metrics["tokens"] > 0))
+    return out.loss, floats(metrics or out.metrics)
 
 
 def spec_of_config(loss: str, config: Any) -> TrainerSpec:
