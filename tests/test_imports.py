@@ -116,7 +116,7 @@ ARROWS = {
     "integrations": {
         *("dispatch", "hidden_states", "integrations", "linear_ops", "linear_walk", "outputs", "presets", "spec"),
     },
-    "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
+    "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
 #: packages outside the standard library
@@ -130,7 +130,9 @@ OUTSIDE = {
     "knobs": set(),
     "presets": set(),
     "integrations": {"torch", "trl"},
-    "certify": {"liger_kernel", "omegaconf", "polgrad", "torch", "trl", "verl"},
+    "certify": {
+        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
+    },
 }
 
 
