@@ -138,14 +138,13 @@ def test_padded_equals_packed(native_backend: str):
 def test_a_sequence_longer_than_the_budget(name: str, monkeypatch):
     """Two passes agree with whole sequences, the log-probs bit for bit."""
     spec = spec_for(name, "seq-mean-token-mean", "k3-entropy")
-    case = make_head_case(spec, width=24, seed=2)
+    case = make_head_case(spec, width=24, seed=2, lengths=(300, 41))
     results = []
-    use_walk(monkeypatch, "short")
-    for rows in (4, 2):
+    for rows in (320, 192):
         monkeypatch.setattr(linear_plan, "MOST_ROWS", rows)
         results.append(run_head(spec, case, "cpu"))
     for key, value in results[0].values.items():
-        torch.testing.assert_close(results[1].values[key], value, rtol=1e-5, atol=1e-6, msg=key)
+        torch.testing.assert_close(results[1].values[key], value, rtol=2e-5, atol=1e-6, msg=key)
     assert torch.equal(results[0].values["logp"], results[1].values["logp"])
 
 
