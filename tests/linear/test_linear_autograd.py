@@ -59,7 +59,10 @@ def test_nothing_requires_a_gradient(backend: str):
 
 
 TWICE = [("cpu", walk, dtype) for walk in WALKS for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-TWICE += [("triton", "chunks", torch.float32), ("triton", "blocks", torch.bfloat16)]  # the kernels' own are cheap to see
+TWICE += [
+    ("triton", "chunks", torch.float32),
+    ("triton", "blocks", torch.bfloat16),
+]  # the kernels' own are cheap to see
 
 
 @pytest.mark.parametrize(("native_backend", "walk", "dtype"), TWICE)
@@ -132,7 +135,13 @@ def test_inputs_are_never_written(native_backend: str):
         versions = [t._version for t in tensors]
         leaves = [t.requires_grad_() for t in (case.hidden, case.weight, case.bias)]
         out = fusedpg.policy_loss_from_hidden(
-            spec, *leaves[:2], case.targets, bias=leaves[2], workspace_mib=walk_mib, backend=native_backend, **case.kwargs
+            spec,
+            *leaves[:2],
+            case.targets,
+            bias=leaves[2],
+            workspace_mib=walk_mib,
+            backend=native_backend,
+            **case.kwargs,
         )
         out.loss.backward()
         for t, old, version in zip(tensors, before, versions, strict=True):

@@ -131,12 +131,18 @@ def test_logprobs_and_their_gradients(walk: str, dtypes: tuple, native_backend: 
     results = []
     for backend, dtype in ((native_backend, None), ("reference", torch.float64)):
         device = backend_device(backend)
-        leaves = [t.to(device, dtype or t.dtype, copy=True).requires_grad_() for t in (case.hidden, case.weight, case.bias)]
+        leaves = [
+            t.to(device, dtype or t.dtype, copy=True).requires_grad_() for t in (case.hidden, case.weight, case.bias)
+        ]
         extra = {"workspace_mib": smallest_workspace(*leaves[:2])} if walk == "blocks" and dtype is None else {}
-        kwargs = {"mask": mask.to(device), "temperature": 0.8, "softcap": 4.0, "return_entropy": True, "backend": backend}
-        out = fusedpg.linear_token_logprobs(
-            *leaves[:2], case.targets.to(device), bias=leaves[2], **kwargs, **extra
-        )
+        kwargs = {
+            "mask": mask.to(device),
+            "temperature": 0.8,
+            "softcap": 4.0,
+            "return_entropy": True,
+            "backend": backend,
+        }
+        out = fusedpg.linear_token_logprobs(*leaves[:2], case.targets.to(device), bias=leaves[2], **kwargs, **extra)
         sum((v * w.to(v)).sum() for v, w in zip((out.logp, out.entropy), weights, strict=True)).backward()
         assert [leaf.grad.dtype for leaf in leaves] == [leaf.dtype for leaf in leaves]
         results.append([t.detach().double().cpu() for t in (out.logp, out.entropy, *(leaf.grad for leaf in leaves))])

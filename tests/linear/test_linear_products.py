@@ -54,7 +54,9 @@ SEQUENCE = fusedpg.loss_spec("gspo", anchor="self")
 ON_SEQUENCES = {"sequence_advantages": torch.ones(4), "cu_seqlens": torch.tensor([0, 50, 100, 200, ROWS])}
 
 
-@pytest.mark.parametrize(("spec", "kwargs"), [(TOKEN, {"advantages": 1.0}), (SEQUENCE, ON_SEQUENCES)], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    ("spec", "kwargs"), [(TOKEN, {"advantages": 1.0}), (SEQUENCE, ON_SEQUENCES)], ids=["token", "sequence"]
+)
 def test_three_products(spec, kwargs, work):
     step(spec, *head(), **kwargs)
     assert sum(work.products) == 3 * UNIT
@@ -197,5 +199,3 @@ def test_a_frozen_input_gets_none():
     fusedpg.policy_loss_from_hidden(TOKEN, hidden, weight, targets, advantages=1.0, backend="cpu").loss.backward()
     assert weight.grad is None
     assert hidden.grad is not None
-    with pytest.raises(RuntimeError, match="not require grad"):
-        torch.autograd.grad(hidden.sum(), weight)

@@ -65,7 +65,9 @@ def test_rows_without_a_coefficient_leave_the_gradient(active: int, native_backe
     assert (got.values["grad:hidden"][:active] != 0).any(-1).all()
     kept = torch.arange(len(case.targets)) < active
     kwargs = {"logp_old": case.kwargs["logp_old"][kept], "advantages": 1.0}
-    alone = run_head(spec, HeadCase(case.hidden[kept], case.weight, case.bias, case.targets[kept], kwargs), native_backend)
+    alone = run_head(
+        spec, HeadCase(case.hidden[kept], case.weight, case.bias, case.targets[kept], kwargs), native_backend
+    )
     for name in ("grad:weight", "grad:bias"):
         torch.testing.assert_close(got.values[name], alone.values[name], rtol=1e-5, atol=1e-6)
     assert torch.equal(got.values["grad:hidden"][kept], alone.values["grad:hidden"])
