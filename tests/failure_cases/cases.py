@@ -87,6 +87,34 @@ def from_logits(
     return out, grad
 
 
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+def head(
+    rows: int = 6, width: int = 8, vocab: int = 11, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias and targets."""
+    hidden, weight = random(rows, width, seed=0, dtype=dtype), random(vocab, width, seed=1, dtype=dtype)
+    return hidden, weight, random(vocab, seed=2, dtype=dtype), random_ids(vocab, rows, seed=0)
+
+
+def eager_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(logp, entropy) in fp64."""
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+
+
 def eager_reduce(x: Tensor, mask: Tensor, reduction: str, max_tokens: int = 8) -> tuple[float, float]:
     """(numerator, weight) of per-token losses (B, T), masked entries selected out first, in plain Python floats."""
     assert reduction in REDUCTIONS
