@@ -20,7 +20,7 @@ GRADIENTS = ("hidden", "weight", "bias")
 WALKS: dict[str, tuple[int, int, int]] = {
     "chunks": (4, 4, 4),  # of tokens, or of whole sequences of at most 4 tokens
     "short": (2, 2, 2),  # the longest sequence does not fit: two passes where the loss sums over sequences
-    "whole": (4, 4096, 4096),  # two passes with the whole vocabulary
+    "whole": (4, 8192, 4096),  # two passes with the whole vocabulary
     "blocks": (4, 4096, 4096),  # two passes over blocks of 16 columns, in chunks of 4 rows
 }
 

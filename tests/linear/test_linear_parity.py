@@ -7,6 +7,8 @@ import torch
 from heads import WALKS, check_head_case, make_head_case, run_head, smallest_workspace, use_walk
 
 import fusedpg
+from fusedpg import linear_ops
+from fusedpg.linear_plan import Mode
 from fusedpg.spec import REDUCTIONS
 from support import TERMS, applies, spec_for
 
@@ -62,6 +64,25 @@ def test_quick_subset_covers_every_axis():
         assert {case[axis] for case in QUICK} == set(values)
     for name in fusedpg.CATALOGUE:
         assert {case[2] for case in QUICK if case[0] == name} == set(WALKS)
+
+
+def test_the_walks_are_what_they_say(monkeypatch):
+    plans, plan = [], linear_ops.plan_linear
+    monkeypatch.setattr(linear_ops, "plan_linear", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
+    for walk in WALKS:
+        use_walk(monkeypatch, walk)
+        for name in ("dapo", "gspo"):
+            case = make_head_case(spec_for(name, "token-mean", "plain"))
+            extra = {"workspace_mib": smallest_workspace(case.hidden, case.weight)} if walk == "blocks" else {}
+            run_head(spec_for(name, "token-mean", "plain"), case, "cpu", **extra)
+    assert [(p.mode, p.rows, p.columns) for p in plans] == [
+        (Mode.TOKENS, 4, 37),
+        (Mode.SEQUENCES, 4, 37),
+        (Mode.TOKENS, 2, 37),
+        (Mode.TWO_PASSES, 2, 37),
+        *2 * [(Mode.TWO_PASSES, 1024, 37)],
+        *2 * [(Mode.TWO_PASSES, 4, 16)],
+    ]
 
 
 @pytest.mark.parametrize("name", fusedpg.CATALOGUE)
