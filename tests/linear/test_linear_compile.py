@@ -19,7 +19,13 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize(
-    ("native_backend", "name"), [("cpu", "dapo"), ("cpu", "gspo_token"), ("cpu", "clip_cov"), ("triton", "dapo")]
+    ("native_backend", "name"),
+    [
+        ("cpu", "dapo"),
+        ("cpu", "gspo_token"),
+        pytest.param("cpu", "clip_cov", marks=pytest.mark.sweep),
+        pytest.param("triton", "dapo", marks=pytest.mark.sweep),
+    ],
 )
 def test_fullgraph_dynamic_shapes(native_backend: str, name: str):
     """N = 5, 6, 17, 9 with one compilation, equal to eager in value and gradients."""
@@ -149,8 +155,8 @@ def test_autocast_changes_nothing(name: str, walk_mib: float | None, backend: st
     """The same bits inside and outside, whatever the pair of dtypes; each gradient in its own parameter's dtype."""
     f32, bf16 = torch.float32, torch.bfloat16
     for dtypes in ((f32, f32), (bf16, bf16), (bf16, f32), (f32, bf16)):
-        if backend == "triton" and dtypes[0] == f32:
-            continue  # the products are the same code; one pair of each kind of weight is enough for the kernels
+        if backend == "triton" and (dtypes != (bf16, f32) or name != "dapo"):
+            continue  # the products around the kernels are the same code
         spec = spec_for(name, "token-mean", "k3-entropy")
         case = make_head_case(spec, dtypes=dtypes)
         want = run_head(spec, case, backend, workspace_mib=walk_mib)

@@ -68,7 +68,7 @@ ERRORS = [
     ({"bias": torch.zeros(4)}, "bias: expected shape (7,), one value a row of weight; got (4,)"),
     ({"bias": torch.zeros(1, 7)}, "bias: expected shape (7,), one value a row of weight; got (1, 7)"),
     ({"bias": torch.zeros(7, dtype=torch.int32)}, f"bias: {DTYPE}torch.int32"),
-    ({"bias": torch.zeros(7, device="meta")}, "bias: expected device cpu (that of hidden); got meta; move it with .to()"),
+    ({"bias": torch.zeros(7, device="meta")}, "bias: expected device cpu (that of weight); got meta; move it with .to()"),
     ({"targets": torch.zeros(2, 3)}, "targets: expected int32 or int64 token ids; got torch.float32; cast with .long()"),
     ({"targets": torch.full((2, 3), 7)}, "targets: expected ids in [0, 7) at unmasked places; got 7 at index [0, 0]; mask ignored tokens out with `mask`"),
     ({"workspace_mib": 0}, "workspace_mib: expected a finite number > 0; got 0"),

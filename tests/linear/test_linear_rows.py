@@ -56,9 +56,9 @@ def clipped_case(active: int, count: int) -> tuple[fusedpg.LossSpec, HeadCase, t
     return spec, case, kept
 
 
-@pytest.mark.parametrize(("native_backend", "active"), [*(("cpu", n) for n in (0, 1, 150, 290, 300)), ("triton", 150)])
+@pytest.mark.parametrize(("native_backend", "active"), [*(("cpu", n) for n in (0, 1, 150, 290, 300)), ("triton", 20)])
 def test_rows_without_a_coefficient_leave_the_gradient(native_backend: str, active: int):
-    spec, case, kept = clipped_case(active, 300)
+    spec, case, kept = clipped_case(active, 300 if native_backend == "cpu" else 40)
     got = run_head(spec, case, native_backend)
     assert got.output.metrics["active_tokens"] == active
     assert (got.values["grad:hidden"][~kept] == 0).all()
@@ -122,7 +122,7 @@ def test_one_token_type(width: int, backend: str):
 
 
 def test_padded_equals_packed(native_backend: str):
-    for name in NAMES:
+    for name in NAMES if native_backend == "cpu" else ("gspo",):
         spec = spec_for(name, "seq-mean-token-mean", "observation" if name == "echo" else "k3-entropy")
         padded = make_head_case(spec, packed=False, seed=3)
         count, length = padded.targets.shape
