@@ -98,6 +98,17 @@ class Gradients:
         assert self.hidden is not None
         self.hidden.view(-1, self.hidden.shape[-1])[rows] = values.to(self.hidden.dtype)
 
+    def add_hidden(self, rows: Tensor, values: Tensor) -> None:
+        """A block's share of d hidden of some flat rows, where d hidden is in the compute dtype."""
+        assert self.hidden is not None
+        self.hidden.view(-1, self.hidden.shape[-1]).index_add_(0, rows, values)
+
+    def hidden_sums(self, rows: Tensor) -> Tensor | None:
+        """Zeros to sum the blocks' shares of narrower hidden states in; None where d hidden itself serves."""
+        if self.hidden is None or self.hidden.dtype == self.head.compute:
+            return None
+        return self.hidden.new_zeros(rows.numel(), self.hidden.shape[-1], dtype=self.head.compute)
+
     def all(self) -> tuple[Tensor, Tensor, Tensor]:
         """As an operator returns them: empty for None."""
         empty = self.head.hidden.new_empty(0)
@@ -147,9 +158,7 @@ def differentiate(
     walk, native = LinearWalk(head, plan), dispatch.native(backend)
     rows = (c != 0 if e is None else (c != 0) | (e != 0)).nonzero().view(-1)
     whole = plan.columns >= walk.vocab
-    total = None
-    if gradients.hidden is not None and not whole:
-        total = head.hidden.new_zeros(rows.numel(), walk.width, dtype=head.compute)
+    total = gradients.hidden_sums(rows) if not whole else None
     for begin, end in walk.blocks():
         block = gradients.block(begin, end)
         for at, chunk in zip(range(0, rows.numel(), plan.rows), rows.split(plan.rows), strict=False):
@@ -164,6 +173,8 @@ def differentiate(
             block.next_chunk()
             if d_hidden is not None and total is not None:
                 total[at : at + chunk.numel()] += d_hidden
+            elif d_hidden is not None and not whole:
+                gradients.add_hidden(chunk, d_hidden)
             elif d_hidden is not None:
                 gradients.put_hidden(chunk, d_hidden)
         gradients.close(block, end)
