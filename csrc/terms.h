@@ -11,11 +11,11 @@ constexpr double PROBABILITY_FLOOR = 1e-6;              // of a binary distribut
 constexpr double LOG_WEIGHT_MIN = -18.420680743952367;  // log 1e-8: a correction weight inside vespo's product
 constexpr double LOG_WEIGHT_MAX = 20.0;
 
-/// Comparisons, so that a NaN stays a NaN and counts as inside.
+/// A NaN stays a NaN and counts as inside. lo <= hi.
 template <class V>
 FPG_FN Clamped<V> clamp(V d, V lo, V hi) {
   const MaskOf<V> below = d<lo, above = d> hi;
-  return {select(below, lo, select(above, hi, d)), negate(either(below, above))};
+  return {max_or_second(lo, min_or_second(hi, d)), negate(either(below, above))};
 }
 
 /// x = -A l
@@ -33,15 +33,17 @@ FPG_FN Surrogated<V> importance_ratio(V ratio, V ratio_slope, V adv) {
 /// x = max(-A min(r, delta), -A clamp(r)), at most -A dual_clip where A < 0. Ties keep the gradient.
 template <class V, class F>
 FPG_FN Surrogated<V> clipped_ratio(const Spec<F>& spec, V ratio, V ratio_slope, V adv) {
-  const MaskOf<V> over = ratio > V(spec.delta);
-  const V u = -adv * select(over, V(spec.delta), ratio);
+  const F infinity = static_cast<F>(INFINITY);
+  const bool bounded = spec.delta < infinity, dual_clips = spec.dual_clip < infinity;
+  const MaskOf<V> over = bounded ? ratio > V(spec.delta) : nowhere<V>();
+  const V u = -adv * (bounded ? min_or_second(V(spec.delta), ratio) : ratio);
   const Clamped<V> band = clamp(ratio, V(spec.clip_low), V(spec.clip_high));
   const V v = -adv * band.value;
   const MaskOf<V> take_u = negate(u < v);
   const V x = select(take_u, u, v);
   // the clipped branch has a gradient inside its band, which it reaches where delta binds first
-  const MaskOf<V> live = either(both(take_u, negate(over)), both(negate(take_u), band.inside));
-  const V dr = zero_unless(live, -adv * ratio_slope);
+  const V du = -adv * ratio_slope, dr = select(take_u, zero_unless(negate(over), du), zero_unless(band.inside, du));
+  if (!dual_clips) return {x, dr, V(0), nowhere<V>()};
   const V cap = -adv * V(spec.dual_clip);
   const MaskOf<V> dual = both(adv<V(0), x> cap);
   return {select(dual, cap, x), zero_unless(negate(dual), dr), V(0), dual};

@@ -41,7 +41,7 @@ struct TokenOut {
 
 template <class V>
 FPG_FN MaskOf<V> nowhere() {
-  return V(0) < V(0);
+  return MaskOf<V>{};
 }
 
 template <class V>

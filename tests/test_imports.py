@@ -35,12 +35,26 @@ ARROWS = {
     "outputs": {"batch", "metrics", "spec"},
     "rows": {"batch", "metrics", "ops", "reference", "spec", "validate"},
     "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "selection", "spec", "validate"},
+    "linear_plan": set(),
+    "linear_merge": set(),
+    "linear_walk": {"linear_plan"},
+    "linear_stages": {"dispatch", "linear_merge", "linear_plan", "linear_walk"},
+    "linear_ops": {"dispatch", "linear_plan", "linear_stages", "linear_walk", "metrics", "ops", "spec"},
+    "linear_checks": {"linear_plan", "validate"},
+    "linear": {
+        *("batch", "dispatch", "functional", "linear_checks", "linear_ops", "linear_walk", "outputs", "rows", "spec"),
+        "validate",
+    },
+    "hidden_states": {"functional", "linear", "outputs", "spec"},
     "distill_reference": {"axes"},
     "distill_ops": {"axes", "dispatch", "ops"},
-    "distill_checks": {"axes", "spec_checks", "validate", "weights"},
+    "distill_checks": {"axes", "hidden_states", "linear_checks", "spec_checks", "validate", "weights"},
+    "linear_distill": {
+        *("dispatch", "distill_ops", "linear_ops", "linear_plan", "linear_stages", "linear_walk", "ops"),
+    },
     "distill": {
-        *("batch", "dispatch", "distill_checks", "distill_ops", "distill_reference", "metrics", "ops", "rows"),
-        *("validate", "weights"),
+        *("batch", "dispatch", "distill_checks", "distill_ops", "distill_reference", "hidden_states", "linear"),
+        *("linear_checks", "linear_distill", "linear_walk", "metrics", "ops", "rows", "validate", "weights"),
     },
     "__init__": {
         *(
@@ -52,6 +66,9 @@ ARROWS = {
             "distill",
             "dpo",
             "functional",
+            "hidden_states",
+            "linear",
+            "linear_plan",
             "loss_call",
             "losses",
         ),
@@ -59,8 +76,8 @@ ARROWS = {
         *("recipes", "registry", "resolve", "spec"),
     },
     "metric_adapter": {"metrics"},
-    "objective": {"metric_adapter"},
-    "old_logp": {"functional", "objective"},
+    "objective": {"hidden_states", "metric_adapter"},
+    "old_logp": {"hidden_states", "objective"},
     "accumulate": {"metric_adapter", "objective"},
     "annotators": set(),
     "config": set(),
@@ -68,6 +85,7 @@ ARROWS = {
     "recipes": {"config"},
     "policy_objective": {
         "functional",
+        "hidden_states",
         "metric_adapter",
         "metrics",
         "objective",
@@ -86,16 +104,19 @@ ARROWS = {
         "policy_objective",
         "preflight",
     },
-    "dpo": {"builders", "config", "functional", "metric_adapter", "objective", "old_logp", "preflight"},
+    "dpo": {"builders", "config", "hidden_states", "metric_adapter", "objective", "old_logp", "preflight"},
     "presets": {"knobs", "losses", "metrics", "presets", "spec"},
     "context": {"batch", "validate", "weights"},
-    "loss_call": set(),
+    "loss_call": {"hidden_states"},
     "builtin_losses": {"context"},
-    "custom": {"context", "functional", "loss_call", "validate"},
-    "native_losses": {"context", "functional", "loss_call", "losses", "outputs", "presets", "spec"},
+    "custom": {"context", "hidden_states", "loss_call", "validate"},
+    "native_losses": {"context", "functional", "hidden_states", "loss_call", "losses", "outputs", "presets", "spec"},
     "registry": {"context", "native_losses"},
-    "resolve": {"builtin_losses", "context", "custom", "loss_call", "native_losses", "registry"},
-    "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
+    "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
+    "integrations": {
+        *("dispatch", "hidden_states", "integrations", "linear_ops", "linear_walk", "outputs", "presets", "spec"),
+    },
+    "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
 #: packages outside the standard library
@@ -108,7 +129,10 @@ OUTSIDE = {
     "spec_checks": set(),
     "knobs": set(),
     "presets": set(),
-    "certify": {"liger_kernel", "omegaconf", "polgrad", "torch", "trl", "verl"},
+    "integrations": {"torch", "trl"},
+    "certify": {
+        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
+    },
 }
 
 

@@ -199,8 +199,8 @@ def test_unmasked_nan_stays_visible(backend):
     m = metrics_of(
         fusedpg.loss_spec("ppo_clip"), torch.tensor([math.nan, 0.0]), backend, logp_old=torch.zeros(2), advantages=1.0
     )
-    assert math.isnan(m["ratio_mean"])
-    assert math.isnan(m["approx_kl"])
+    for name in ("ratio_mean", "ratio_min", "ratio_max", "approx_kl"):
+        assert math.isnan(m[name]), name
     assert m["tokens"] == 2
 
 

@@ -72,7 +72,7 @@ FPG_FN Lanes times_pow2(Lanes x, Lanes biased) {
 template <class V>
 FPG_FN V exp_any(V x) {
   const V low = V(-104.0f), high = V(89.0f);
-  const V inside = select(x < low, low, select(x > high, high, x));
+  const V inside = max_or_second(low, min_or_second(high, x));
   const ReducedExp<V> e = reduce_exp(inside);
   // A NaN's payload would make a garbage 2^n: use 2^0 and let poly, which is NaN, be the result.
   return times_pow2(e.poly, select(inside == inside, e.biased, V(ROUND_MAGIC)));

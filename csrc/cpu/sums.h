@@ -1,4 +1,4 @@
-// csrc/cpu/sums.h: the metric sums of stage B: vectors within a block, doubles across blocks.
+// csrc/cpu/sums.h: the metric sums of stage B: vectors and counts within a block, doubles across blocks.
 #pragma once
 #include "../terms.h"
 #include "storage.h"
@@ -26,32 +26,33 @@ FPG_FN void join_sums(double* all, const double* block) {
   join_extrema(all, block[S_RATIO_MIN], block[S_RATIO_MAX], block[S_IS_WEIGHT_MAX]);
 }
 
-/// The metric sums of a block: vectors of F that are emptied into doubles, lane by lane.
-/// Without EXTRAS (see has_extras) no weight is missing, so is_tokens is not counted.
-template <class F, bool EXTRAS>
+/// The sums that count tokens; the others before S_RATIO_MIN add values.
+constexpr bool is_count(int s) {
+  return s == S_TOKENS || (s >= S_CLIP_LOW && s <= S_OUT_OF_BAND) || (s >= S_IS_ZERO && s <= S_IS_TOKENS);
+}
+
+/// The metric sums of a block. Values are added in vectors of F, which `flush` empties into doubles, lane by lane; a loop
+/// between two flushes keeps them in registers.
+template <class F>
 struct SumLanes {
   using V = typename Vector<F>::type;
-  static constexpr int W = Vector<F>::width;
-  static constexpr int ADDED = EXTRAS ? S_RATIO_MIN : S_IS_TOKENS;  // those before are added; from S_RATIO_MIN on: extrema
+  static constexpr int W = Vector<F>::width, ADDED = S_RATIO_MIN;  // the rest are extrema
   V part[ADDED], ratio_min, ratio_max, is_max;
+  typename Vector<F>::count counts[ADDED];
   double total[ADDED][W];
 
   FPG_MEMBER SumLanes() {
-    for (int s = 0; s < ADDED; ++s) {
-      part[s] = V(0);
+    FPG_UNROLL for (int s = 0; s < ADDED; ++s) part[s] = V(0);
+    for (int s = 0; s < ADDED; ++s)
       for (int i = 0; i < W; ++i) total[s][i] = 0;
-    }
     ratio_min = V(static_cast<F>(INFINITY));
     ratio_max = is_max = -ratio_min;
   }
   FPG_MEMBER void add(Sum s, V x) { part[s] = part[s] + x; }
-  FPG_MEMBER void count(Sum s, MaskOf<V> m) { part[s] = part[s] + select(m, V(1), V(0)); }
-  /// A NaN wins and stays.
-  FPG_MEMBER static V extremum(MaskOf<V> on, MaskOf<V> better, V x, V old) {
-    return select(both(on, either(better, negate(x == x))), x, old);
-  }
+  FPG_MEMBER void count(Sum s, MaskOf<V> m) { counts[s].add(m); }
   FPG_MEMBER void flush() {
-    for (int s = 0; s < ADDED; ++s) {
+    FPG_UNROLL for (int s = 0; s < ADDED; ++s) {
+      if (is_count(s)) continue;
       F x[W];
       store(x, part[s]);
       for (int i = 0; i < W; ++i) total[s][i] += static_cast<double>(x[i]);
@@ -61,13 +62,17 @@ struct SumLanes {
   FPG_MEMBER void finish(double* sums) {
     flush();
     clear_sums(sums);
-    for (int s = 0; s < ADDED; ++s)
+    FPG_UNROLL for (int s = 0; s < ADDED; ++s) {
+      if (is_count(s)) sums[s] = static_cast<double>(counts[s].total());
       for (int i = 0; i < W; ++i) sums[s] += total[s][i];
+    }
     F low[W], high[W], weight[W];
     store(low, ratio_min);
     store(high, ratio_max);
     store(weight, is_max);
     for (int i = 0; i < W; ++i) join_extrema(sums, low[i], high[i], weight[i]);
+    // ratios are not negative, so their sum is NaN where one of them is
+    if (is_nan(sums[S_RATIO])) sums[S_RATIO_MIN] = sums[S_RATIO_MAX] = sums[S_RATIO];
   }
 };
 
@@ -94,22 +99,23 @@ FPG_FN Band<V> outside_band(const Spec<F>& spec, const TokenIn<V>& in, const Tok
 }
 
 /// Missing weights stay out of the correction's metrics.
-template <class F, bool EXTRAS>
+template <bool EXTRAS, class F>
 FPG_FN void add_weight_metrics(const TokenIn<typename Vector<F>::type>& in, MaskOf<typename Vector<F>::type> on,
-                               SumLanes<F, EXTRAS>& sums) {
+                               SumLanes<F>& sums) {
   using V = typename Vector<F>::type;
   const MaskOf<V> known = EXTRAS ? both(on, negate(in.missing)) : on;
   if (EXTRAS) sums.count(S_IS_TOKENS, known);
   sums.add(S_IS_WEIGHT, zero_unless(known, in.weight));
   sums.count(S_IS_ZERO, both(known, in.weight == V(0)));
-  sums.is_max = sums.extremum(known, in.weight > sums.is_max, in.weight, sums.is_max);
+  const MaskOf<V> larger = either(in.weight > sums.is_max, is_nan(in.weight));  // a NaN wins and stays
+  sums.is_max = select(both(known, larger), in.weight, sums.is_max);
 }
 
 /// `numerator`: what the tokens add to it, with their weights.
-template <class F, bool EXTRAS>
+template <bool EXTRAS, class F>
 FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::type>& in,
                         const TokenOut<typename Vector<F>::type>& t, typename Vector<F>::type numerator,
-                        MaskOf<typename Vector<F>::type> on, bool has_weight, SumLanes<F, EXTRAS>& sums) {
+                        MaskOf<typename Vector<F>::type> on, bool has_weight, SumLanes<F>& sums) {
   using V = typename Vector<F>::type;
   const auto added = [&](V x) __attribute__((always_inline)) { return zero_unless(on, x); };
   sums.add(S_NUMERATOR, numerator);
@@ -125,9 +131,9 @@ FPG_FN void add_metrics(const Spec<F>& spec, const TokenIn<typename Vector<F>::t
   if (spec.kl != Kl::none) sums.add(S_KL, added(t.kl));
   sums.add(S_ENTROPY, added(in.entropy));
   if (EXTRAS && drops_tokens(spec)) sums.count(S_KEEP, both(on, negate(t.dropped)));
-  if (has_weight) add_weight_metrics(in, on, sums);
-  sums.ratio_min = sums.extremum(on, t.ratio < sums.ratio_min, t.ratio, sums.ratio_min);
-  sums.ratio_max = sums.extremum(on, t.ratio > sums.ratio_max, t.ratio, sums.ratio_max);
+  if (has_weight) add_weight_metrics<EXTRAS>(in, on, sums);
+  sums.ratio_min = select(both(on, t.ratio < sums.ratio_min), t.ratio, sums.ratio_min);
+  sums.ratio_max = select(both(on, t.ratio > sums.ratio_max), t.ratio, sums.ratio_max);
 }
 
 }  // namespace fusedpg::FUSEDPG_ISA

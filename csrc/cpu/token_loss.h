@@ -40,12 +40,17 @@ struct TokenArrays {
 
 template <bool EXTRAS, bool FULL, class F>
 FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F>& out, int64_t i, int n,
-                         SumLanes<F, EXTRAS>& sums) {
+                         SumLanes<F>& sums) {
   using V = typename Vector<F>::type;
   const ReadVector<F, FULL> read{i, n};
   const auto put = [&](F* p, V x) __attribute__((always_inline)) { FULL ? store(p + i, x) : store_first(p + i, n, x); };
   const V w = read(v.w, F(1));
   const MaskOf<V> on = negate(w == V(0));
+  if (!any(on) && !(EXTRAS && v.obs_w)) {  // padding is a tail of the row: most of it stops here
+    F* const outputs[] = {out.per_token, out.c, out.e, out.dr};
+    FPG_UNROLL for (F* p : outputs) if (p) put(p, V(0));
+    return;
+  }
   TokenIn<V> in;
   read_token<EXTRAS>(spec, v, read, in);
   const TokenOut<V> t = token_terms<EXTRAS>(spec, in, v.has_weight());
@@ -65,18 +70,46 @@ FPG_FN void token_vector(const Spec<F>& spec, const TokenView<F>& v, const Token
     sums.count(S_ACTIVE, negate(c == V(0)));
   }
   if (out.e) put(out.e, zero_unless(on, V(-spec.entropy_coef) * w * V(out.scale)));
-  add_metrics(spec, in, t, numerator, on, v.has_weight(), sums);
+  add_metrics<EXTRAS>(spec, in, t, numerator, on, v.has_weight(), sums);
 }
 
-template <bool EXTRAS, class F>
-void token_block(const Spec<F>& spec, const TokenView<F>& v, const TokenArrays<F>& out, int64_t begin, int64_t end,
-                 double* block_sums) {
+/// The loops over tokens that are compiled: for any spec, for one without extras (see has_extras), and for the clipped ratio
+/// with nothing besides.
+enum class Loop { any, plain, clip };
+
+/// What a loop leaves out, as constants that the compiler folds.
+template <Loop LOOP, class F>
+FPG_FN void leave_out(Spec<F>& spec, TokenView<F>& v, TokenArrays<F>& out) {
+  if (LOOP != Loop::clip) return;
+  spec.surrogate = Surrogate::clip;
+  spec.delta = spec.dual_clip = static_cast<F>(INFINITY);
+  spec.kl = Kl::none;
+  spec.entropy_coef = F(0);
+  v.entropy = v.kl_target = v.is_weight = v.rollout = v.log_ratio_seq = nullptr;
+  out.e = out.dr = nullptr;
+}
+
+/// Whether `leave_out` changes nothing for Loop::clip.
+template <class F>
+bool only_clips(const Spec<F>& spec, const TokenView<F>& v) {
+  const F infinity = static_cast<F>(INFINITY);
+  const bool band_only = spec.surrogate == Surrogate::clip && spec.delta == infinity && spec.dual_clip == infinity;
+  return band_only && spec.level == Level::token && spec.kl == Kl::none && spec.entropy_coef == F(0) && !v.entropy &&
+         !v.has_weight();
+}
+
+/// Works on copies of the spec and the pointers: no store to an output can change those.
+template <Loop LOOP, class F>
+void token_block(Spec<F> spec, TokenView<F> v, TokenArrays<F> out, int64_t begin, int64_t end, double* block_sums) {
   constexpr int W = Vector<F>::width;
-  SumLanes<F, EXTRAS> sums;
+  constexpr bool EXTRAS = LOOP == Loop::any;
+  leave_out<LOOP>(spec, v, out);
+  SumLanes<F> sums;
   int64_t i = begin;
-  for (int vectors = 0; i + W <= end; i += W) {
-    token_vector<EXTRAS, true>(spec, v, out, i, W, sums);
-    if (++vectors % FLUSH_EVERY == 0) sums.flush();
+  while (i + W <= end) {
+    for (const int64_t stop = smaller(i + FLUSH_EVERY * W, end - W + 1); i < stop; i += W)
+      token_vector<EXTRAS, true>(spec, v, out, i, W, sums);
+    sums.flush();
   }
   if (i < end) token_vector<EXTRAS, false>(spec, v, out, i, static_cast<int>(end - i), sums);
   sums.finish(block_sums);
@@ -105,7 +138,9 @@ template <class F>
 void token_blocks(int threads, const Spec<F>& spec, const TokenView<F>& view, const Tokens& tokens, const TokenArrays<F>& out,
                   double* block_sums) {
   const int64_t n = tokens.count, blocks = blocks_of(n, TOKEN_BLOCK);
-  const auto block = has_extras(spec) || view.obs_w ? token_block<true, F> : token_block<false, F>;
+  const auto block = has_extras(spec) || view.obs_w ? token_block<Loop::any, F>
+                     : only_clips(spec, view)       ? token_block<Loop::clip, F>
+                                                    : token_block<Loop::plain, F>;
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flush;

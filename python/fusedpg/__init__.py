@@ -11,6 +11,7 @@ from .context import LossContext
 from .distill import DISTILL_METRIC_NAMES, DistillMetrics, DistillOutput, TopK, distillation_loss
 from .dpo import build_dpo_objective
 from .functional import policy_loss, policy_loss_from_logits, token_logprobs
+from .hidden_states import HiddenStates
 from .linear import linear_token_logprobs, policy_loss_from_hidden
 from .linear_plan import LinearPlan, LinearShape, plan_linear
 from .loss_call import LossResult
@@ -38,6 +39,7 @@ __all__ = [
     "DistillMetrics",
     "DistillOutput",
     "GRPOConfig",
+    "HiddenStates",
     "LinearPlan",
     "LinearShape",
     "LogprobOutput",

@@ -15,7 +15,7 @@ from .config import GRPOConfig, OPDConfig, PolicyGradientConfig
 from .distill import DISTILL_METRIC_NAMES
 from .metric_adapter import OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
 from .metrics import Metrics
-from .objective import Objective, PolicyBatch, Reduction, model_logits, require
+from .objective import Objective, PolicyBatch, Reduction, model_scores, require
 from .old_logp import OldLogpCache
 from .policy_objective import LOSS, build_policy_objective
 from .preflight import check_knobs, policy_spec, reads_ratio, selected
@@ -154,7 +154,7 @@ def _direct_loss(
     data = PolicyBatch.of(batch)
     teacher = require("teacher", data.teacher, "distillation_mode='direct'")
     out = distillation_loss(
-        model_logits(model, batch),
+        model_scores(model, batch),
         teacher,
         divergence=divergence,
         beta=beta,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import validate
 from .context import LossContext, sequence_layout
-from .functional import token_logprobs
+from .hidden_states import Scores, scored_logprobs
 from .loss_call import LogitMap, LossInputs, LossResult
 
 #: a loss: `(ctx) -> (scalar, metrics)`
@@ -35,12 +35,12 @@ class CustomPath:
     path: str = "custom"
 
     def from_logits(
-        self, logits: Tensor, targets: Tensor, inputs: LossInputs, logit_map: LogitMap, backend: str
+        self, scores: Scores, targets: Tensor, inputs: LossInputs, logit_map: LogitMap, backend: str
     ) -> LossResult:
         """Stage A, the body, and (in backward) stage C on the rows whose log-prob got a gradient."""
         validate.check_targets(targets)
         active = _active(inputs, targets, "targets")
-        out = token_logprobs(logits, targets, mask=active, **logit_map.keywords(), backend=backend)
+        out = scored_logprobs(scores, targets, mask=active, **logit_map.keywords(), backend=backend)
         loss, metrics = self._run(out.logp, inputs)
         return LossResult(loss, metrics, self.path, out.backend, out.logp.detach())
 

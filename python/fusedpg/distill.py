@@ -9,10 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, distill_ops, distill_reference, validate
+from . import dispatch, distill_ops, distill_reference, linear_distill, validate
 from .batch import check_normalizer, flat_mask, make_layout
-from .distill_checks import TopK, check_divergence, check_student, check_teacher, check_top_k_range, check_units
+from .distill_checks import (
+    TopK,
+    check_divergence,
+    check_student,
+    check_teacher,
+    check_top_k_range,
+    check_units,
+    student_rows,
+)
 from .distill_ops import weighted_sum
+from .hidden_states import HiddenStates, Scores
+from .linear import all_logits
+from .linear_checks import check_rows_of_hidden, check_workspace
+from .linear_walk import Head
 from .metrics import Metrics
 from .ops import compute_dtype
 from .rows import rows3d
@@ -68,8 +80,8 @@ class DistillOutput:
 
 
 def distillation_loss(
-    student_logits: Tensor,
-    teacher: Tensor | TopK,
+    student_logits: Scores,
+    teacher: Tensor | TopK | HiddenStates,
     *,
     divergence: str = "reverse_kl",
     beta: float = 0.5,
@@ -80,6 +92,7 @@ def distillation_loss(
     reduction: str = "token-mean",
     max_tokens: int | None = None,
     normalizer: Tensor | float | None = None,
+    workspace_mib: float | None = None,
     backend: str = "auto",
 ) -> DistillOutput:
     """A divergence between student and teacher over the whole vocabulary, and its gradient in the student's logits.
@@ -103,14 +116,17 @@ def distillation_loss(
     Per row, each matrix of logits is read from memory once and the gradient is written once: the statistics of both
     distributions come from one sweep; the gradient, and for `jsd` the value before it, from further sweeps of a row
     that is still in cache. For fp16 students and under torch.compile the gradient is formed in backward, which reads
-    both again. Nothing else of the vocabulary's size times the number of tokens is allocated.
+    both again. Nothing else of the vocabulary's size times the number of tokens is allocated. Where a side comes as
+    hidden states with a head, its logits exist a tile at a time, rows of weight 0 enter no product, and d weight is
+    summed in fp32; the gradients are those of `hidden`, `weight` and `bias` of the student.
 
     Args:
         student_logits: (N, V) packed or (B, T, V) padded, fp32, bf16, fp16, or fp64 (reference and cpu), any strides;
-            the only differentiable argument.
-        teacher: the teacher's logits, same shape, any of those dtypes; or `TopK(ids, logps)`, with which forward_kl
-            alone is defined: KL over the K listed tokens and one bucket for the rest of either distribution, whose
-            probability is 1 less the listed ones' (at least 2^-24 in the student).
+            the only differentiable argument; or `HiddenStates(hidden, weight)`.
+        teacher: the teacher's logits, same shape, any of those dtypes; or the teacher's `HiddenStates`, of any hidden
+            size; or `TopK(ids, logps)`, with which forward_kl alone is defined: KL over the K listed tokens and one
+            bucket for the rest of either distribution, whose probability is 1 less the listed ones' (at least 2^-24 in
+            the student).
         divergence: "reverse_kl", "forward_kl" or "jsd".
         beta: in (0, 1); read by jsd.
         mask: (N,) or (B, T), bool or weights in [0, 1]: rows where it is 0 are not read and get gradient 0.
@@ -119,6 +135,7 @@ def distillation_loss(
         teacher_temperature: None is `temperature`. A top-k teacher's log-probs are taken as they are.
         reduction, max_tokens: how tokens are weighed, as in `loss_spec`.
         normalizer: one number that divides the numerator instead of the local weight.
+        workspace_mib: of the tiles where a side comes as hidden states, as in `linear_token_logprobs`.
         backend: "auto", "cpu", "triton" or "reference".
 
     Returns:
@@ -135,28 +152,41 @@ def distillation_loss(
     temperature = validate.check_positive("temperature", temperature)
     if teacher_temperature is not None:
         teacher_temperature = validate.check_positive("teacher_temperature", teacher_temperature)
-    w, scale, weight = _weights(student_logits, mask, cu_seqlens, reduction, max_tokens, normalizer)
+    shape, vocab, base = student_rows(student_logits)
+    dtype = _computed(student_logits)
+    w, scale, weight = _weights(base.detach()[..., 0], dtype, mask, cu_seqlens, reduction, max_tokens, normalizer)
     if isinstance(teacher, TopK):
-        check_top_k_range(teacher, w != 0, student_logits.shape[-1])
+        check_top_k_range(teacher, w != 0, vocab)
     options = (kind, float(beta), temperature, teacher_temperature or temperature)
-    wide = isinstance(teacher, Tensor) and teacher.dtype == torch.float64
-    name = dispatch.resolve(backend, student_logits.device, torch.float64 if wide else student_logits.dtype)
-    rows = _reference(student_logits, teacher, w, scale, options) if name == "reference" else None
-    loss, per_token, student_entropy, teacher_entropy, numerator = rows or _native(
-        student_logits, teacher, w, scale, options, name
-    )
+    wide = not isinstance(teacher, TopK) and _computed(teacher) == torch.float64
+    name = dispatch.resolve(backend, base.device, torch.float64 if wide else dtype)
+    if name == "reference":
+        rows = _reference(_logits(student_logits, w != 0), _logits(teacher, w != 0), w, scale, options)
+    elif isinstance(student_logits, HiddenStates) or isinstance(teacher, HiddenStates):
+        rows = _chunked(student_logits, teacher, w, scale, options, check_workspace(workspace_mib), name)
+    else:
+        rows = _native(student_logits, teacher, w, scale, options, name)
+    loss, per_token, student_entropy, teacher_entropy, numerator = rows
     return DistillOutput(
         loss=loss,
         numerator=numerator.detach(),
         weight=weight,
-        per_token=per_token.detach().view(student_logits.shape[:-1]),
+        per_token=per_token.detach().view(shape),
         metrics=DistillMetrics.of_rows(w, per_token.detach(), student_entropy, teacher_entropy),
         backend=name,
     )
 
 
+def _computed(scores: Scores) -> torch.dtype:
+    """The dtype that a side's divergence is computed in."""
+    if isinstance(scores, HiddenStates):
+        return Head(scores.hidden, scores.weight, scores.bias).compute
+    return compute_dtype(scores.dtype)
+
+
 def _weights(
-    student: Tensor,
+    base: Tensor,
+    dtype: torch.dtype,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     reduction: str,
@@ -164,11 +194,9 @@ def _weights(
     normalizer: Tensor | float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weight of every row (N,), 1/denominator, the reduction's unit count)."""
-    base, base_name = student.detach()[..., 0], "student_logits"
-    dtype = compute_dtype(student.dtype)
-    layout = make_layout(base, base_name, cu_seqlens)
+    layout = make_layout(base, "student_logits", cu_seqlens)
     reduction = check_units(reduction, max_tokens, layout)
-    rows_mask = flat_mask(mask, base, base_name)
+    rows_mask = flat_mask(mask, base, "student_logits")
     units: Weights = token_weights(rows_mask, layout, reduction, max_tokens, dtype=dtype, device=base.device)
     if normalizer is not None:
         check_normalizer(normalizer)
@@ -188,6 +216,49 @@ def _reference(student: Tensor, teacher: Tensor | TopK, w: Tensor, scale: Tensor
         out = distill_reference.divergence(flat, teacher.detach().reshape(flat.shape), active, *options)
     numerator = weighted_sum(w, out[0])
     return numerator * scale, *out, numerator
+
+
+def _logits(scores: Any, active: Tensor) -> Any:
+    """All of a side's logits, scaled; a top-k teacher as it is."""
+    if not isinstance(scores, HiddenStates):
+        return scores
+    logits = all_logits(scores.hidden, scores.weight, scores.bias, active)
+    return logits if scores.logit_scale == 1.0 else logits * scores.logit_scale
+
+
+def _chunked(
+    student: Scores,
+    teacher: Tensor | TopK | HiddenStates,
+    w: Tensor,
+    scale: Tensor,
+    options: tuple[Any, ...],
+    workspace: int,
+    backend: str,
+) -> Rows:
+    """The same in chunks of rows, for a side that comes as hidden states."""
+    kind, beta, temperature, teacher_temperature = options
+    mine, own_scale = _side(student)
+    if isinstance(teacher, TopK):
+        ids, logps = teacher.rows()
+        theirs: tuple[Tensor | None, ...] = (logps, None, None)
+    else:
+        ids = None
+        theirs, teacher_scale = _side(teacher)
+        theirs = tuple(None if t is None else t.detach() for t in theirs)
+        teacher_temperature /= teacher_scale
+    # fp16 logits' gradients wait for the loss scale; those of a head are kept in fp32
+    early = torch.is_grad_enabled() and not (mine[1] is None and mine[0].dtype == torch.float16)
+    wanted = [early and t is not None and t.requires_grad for t in mine]
+    numbers = (kind, beta, temperature / own_scale, teacher_temperature)
+    return linear_distill.op(*mine, *theirs, ids, w, scale, *numbers, *wanted, workspace, backend)[:5]
+
+
+def _side(scores: Scores) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], float]:
+    """((rows (B, T, D) or logits (B, T, V), weight, bias), what the logits are multiplied by)."""
+    if isinstance(scores, HiddenStates):
+        hidden, weight, bias = check_rows_of_hidden(scores.hidden, scores.weight, scores.bias)
+        return (hidden if hidden.ndim == 3 else hidden.unsqueeze(0), weight, bias), scores.logit_scale
+    return (rows3d(scores), None, None), 1.0
 
 
 def _native(

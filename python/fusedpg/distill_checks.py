@@ -10,6 +10,8 @@ from torch import Tensor
 
 from . import validate
 from .axes import REDUCTION_ALIASES, Divergence
+from .hidden_states import HiddenStates, Scores
+from .linear_checks import check_rows_of_hidden
 from .spec_checks import check_reduction
 from .weights import Layout
 
@@ -34,7 +36,15 @@ class TopK:
 
 
 def check_student(student: Any) -> None:
-    """Floating logits (N, V) or (B, T, V) with V >= 1."""
+    """Floating logits (N, V) or (B, T, V) with V >= 1, or hidden states with their head."""
+    if isinstance(student, HiddenStates):
+        check_rows_of_hidden(student.hidden, student.weight, student.bias)
+        if student.softcap is not None:
+            raise ValueError(
+                f"student_logits: a divergence has no soft cap; got HiddenStates(softcap={student.softcap!r}); compute "
+                "the capped logits and pass those"
+            )
+        return
     if not isinstance(student, Tensor) or student.dtype not in validate.FLOATS:
         got = student.dtype if isinstance(student, Tensor) else type(student).__name__
         raise TypeError(f"student_logits: expected a tensor of float32, bfloat16, float16 or float64; got {got}")
@@ -44,27 +54,44 @@ def check_student(student: Any) -> None:
         )
 
 
-def check_teacher(teacher: Any, student: Tensor) -> None:
-    """Logits of the student's shape, or top-k log-probs of its tokens, on its device."""
+def check_teacher(teacher: Any, student: Scores) -> None:
+    """Logits of the student's shape, hidden states with a head, or top-k log-probs, on its device."""
+    rows, vocab, device = student_rows(student)
+    if isinstance(teacher, HiddenStates):
+        check_student(teacher)
+        theirs = student_rows(teacher)
+        if theirs[:2] != (rows, vocab):
+            raise ValueError(
+                f"teacher: expected hidden states and a head for tokens {rows} and a vocabulary of {vocab}; got "
+                f"{theirs[0]} and {theirs[1]}; both models need one vocabulary: slice off the head's padded rows"
+            )
+        return
     if isinstance(teacher, TopK):
         _check_top_k(teacher, student)
         return
     if not isinstance(teacher, Tensor):
         raise TypeError(
-            f"teacher: expected logits like student_logits, or TopK(ids, logps); got {type(teacher).__name__}; teacher "
-            "hidden states with a head come with the hidden-state path: multiply them first"
+            "teacher: expected logits like student_logits, HiddenStates(hidden, weight) or TopK(ids, logps); got "
+            f"{type(teacher).__name__}"
         )
     if teacher.dtype not in validate.FLOATS:
         raise TypeError(f"teacher: expected float32, bfloat16, float16 or float64 logits; got {teacher.dtype}")
-    if teacher.shape != student.shape:
+    if teacher.shape != (*rows, vocab):
         raise ValueError(
-            f"teacher: expected logits of shape {tuple(student.shape)} (that of student_logits); got "
+            f"teacher: expected logits of shape {(*rows, vocab)} (that of student_logits); got "
             f"{tuple(teacher.shape)}; both models need one vocabulary: slice off padded columns before the call"
         )
-    validate.check_device("teacher", teacher, "student_logits", student)
+    validate.check_device("teacher", teacher, "student_logits", device)
 
 
-def _check_top_k(teacher: TopK, student: Tensor) -> None:
+def student_rows(student: Scores) -> tuple[tuple[int, ...], int, Tensor]:
+    """(shape of the tokens, vocabulary, a tensor on the device)."""
+    if isinstance(student, HiddenStates):
+        return tuple(student.hidden.shape[:-1]), student.weight.shape[0], student.hidden
+    return tuple(student.shape[:-1]), student.shape[-1], student
+
+
+def _check_top_k(teacher: TopK, student: Scores) -> None:
     ids, logps = teacher.ids, teacher.logps
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
@@ -72,15 +99,13 @@ def _check_top_k(teacher: TopK, student: Tensor) -> None:
     if not isinstance(logps, Tensor) or not logps.is_floating_point():
         got = logps.dtype if isinstance(logps, Tensor) else type(logps).__name__
         raise TypeError(f"teacher.logps: expected a float tensor; got {got}")
-    rows = tuple(student.shape[:-1])
-    if ids.ndim != student.ndim or tuple(ids.shape[:-1]) != rows or not 1 <= ids.shape[-1] <= student.shape[-1]:
-        raise ValueError(
-            f"teacher.ids: expected shape {(*rows, 'K')} with 1 <= K <= {student.shape[-1]}; got {tuple(ids.shape)}"
-        )
+    rows, vocab, device = student_rows(student)
+    if ids.ndim != len(rows) + 1 or tuple(ids.shape[:-1]) != rows or not 1 <= ids.shape[-1] <= vocab:
+        raise ValueError(f"teacher.ids: expected shape {(*rows, 'K')} with 1 <= K <= {vocab}; got {tuple(ids.shape)}")
     if logps.shape != ids.shape:
         raise ValueError(f"teacher.logps: expected shape {tuple(ids.shape)} (that of ids); got {tuple(logps.shape)}")
     for name, tensor in (("teacher.ids", ids), ("teacher.logps", logps)):
-        validate.check_device(name, tensor, "student_logits", student)
+        validate.check_device(name, tensor, "student_logits", device)
 
 
 def check_top_k_range(teacher: TopK, active: Tensor, vocab: int) -> None:
@@ -98,7 +123,9 @@ def check_top_k_range(teacher: TopK, active: Tensor, vocab: int) -> None:
         )
 
 
-def check_divergence(divergence: Any, beta: Any, teacher: Tensor | TopK, teacher_temperature: Any) -> int:
+def check_divergence(
+    divergence: Any, beta: Any, teacher: Tensor | TopK | HiddenStates, teacher_temperature: Any
+) -> int:
     """The code of a divergence that is defined for the teacher; jsd's beta lies strictly between 0 and 1."""
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence: expected one of {', '.join(DIVERGENCES)}; got {divergence!r}")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .builders import require_context
 from .config import DPOConfig
-from .functional import token_logprobs
+from .hidden_states import scored_logprobs
 from .metric_adapter import OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
-from .objective import Objective, PolicyBatch, Reduction, model_logits
+from .objective import Objective, PolicyBatch, Reduction, model_scores
 from .old_logp import ReferenceScorer
 from .preflight import check_dpo
 
@@ -110,8 +110,8 @@ def _pair_loss(
     """One chunk of pairs."""
     data = PolicyBatch.of(batch)
     reference = _reference(batch, data, reference_scorer)
-    logits = model_logits(model, batch)
-    lp = token_logprobs(logits, data.targets, mask=data.mask, temperature=temperature, backend=backend)
+    scores = model_scores(model, batch)
+    lp = scored_logprobs(scores, data.targets, mask=data.mask, temperature=temperature, backend=backend)
     gain = sequence_logprobs(lp.logp, data.mask, data.cu_seqlens) - reference
     if gain.numel() % 2:
         raise ValueError(

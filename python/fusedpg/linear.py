@@ -67,7 +67,7 @@ def linear_token_logprobs(
     name = dispatch.resolve(backend, hidden.device, compute)
     ids = targets.reshape(-1).to(torch.int64).contiguous()
     if name == "reference":
-        logits = _all_logits(hidden, weight, bias, compute)
+        logits = all_logits(hidden, weight, bias, active)
         logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, return_entropy)
     else:
         args = (ids, active, *logit_map, return_entropy, workspace, name)
@@ -162,7 +162,7 @@ def policy_loss_from_hidden(
     want_entropy = return_entropy or spec.entropy_coef != 0.0
     if name == "reference" or spec.batch_global:
         if name == "reference":
-            logits = _all_logits(hidden, weight, bias, compute)
+            logits = all_logits(hidden, weight, bias, active)
             logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, want_entropy)
         else:
             args = (ids, active, *logit_map, want_entropy, workspace, name)
@@ -203,8 +203,11 @@ def _rows(hidden: Tensor) -> Tensor:
     return hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
 
 
-def _all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The reference's: every logit at once."""
+def all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Tensor:
+    """The reference's: every logit at once, in the compute dtype; rows that are not wanted are those of zeros."""
+    dtype = Head(hidden, weight, bias).compute
+    if active is not None:
+        hidden = torch.where(active.view(*hidden.shape[:-1], 1), hidden, 0.0)
     with torch.autocast(hidden.device.type, enabled=False):
         return project(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 

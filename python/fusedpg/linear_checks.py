@@ -11,29 +11,40 @@ from . import validate
 from .linear_plan import MIB
 
 
-def check_head(
-    hidden: Any, weight: Any, bias: Any, targets: Tensor, name: str = "hidden"
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def check_head(hidden: Any, weight: Any, bias: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """(hidden, weight, bias) as plain tensors of fitting shapes on one device."""
     validate.check_targets(targets)
-    hidden = _plain(name, hidden)
+    hidden = _plain("hidden", hidden)
     shape = tuple(targets.shape)
     if hidden.ndim != targets.ndim + 1 or tuple(hidden.shape[:-1]) != shape or hidden.shape[-1] < 1:
         raise ValueError(
-            f"{name}: expected shape {(*shape, 'D')} (targets' shape plus the hidden size); got "
+            f"hidden: expected shape {(*shape, 'D')} (targets' shape plus the hidden size); got "
             f"{tuple(hidden.shape)}; hidden[i] scores targets[i], so slice or shift both before the call"
         )
-    validate.check_device("targets", targets, name, hidden)
+    validate.check_device("targets", targets, "hidden", hidden)
     weight = check_weight(weight, hidden)
+    return hidden, weight, _check_bias(bias, weight)
+
+
+def check_rows_of_hidden(hidden: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same where no targets say the shape: hidden states (N, D) or (B, T, D)."""
+    hidden = _plain("hidden", hidden)
+    if hidden.ndim not in (2, 3) or hidden.shape[-1] < 1:
+        raise ValueError(f"hidden: expected shape (N, D) packed or (B, T, D) padded; got {tuple(hidden.shape)}")
+    weight = check_weight(weight, hidden)
+    return hidden, weight, _check_bias(bias, weight)
+
+
+def _check_bias(bias: Any, weight: Tensor) -> Tensor | None:
     if bias is None:
-        return hidden, weight, None
+        return None
     bias = _plain("bias", bias)
     if tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(
             f"bias: expected shape ({weight.shape[0]},), one value a row of weight; got {tuple(bias.shape)}"
         )
-    validate.check_device("bias", bias, name, hidden)
-    return hidden, weight, bias
+    validate.check_device("bias", bias, "weight", weight)
+    return bias
 
 
 def check_weight(weight: Any, hidden: Tensor) -> Tensor:

@@ -230,17 +230,10 @@ def _backward_loss(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         saved = (row_max, log_sum, h, c, e, row_temperature, *ctx.numbers)
         return (None, *_gradients(ctx, (hidden, weight, bias, targets), saved, first=1), *none)
     scaled = (
-        _rescaled(grad, g_loss, ctx.plain[-1]).to(dtype) if want else None
+        ops.rescale_any(grad, g_loss, ctx.plain[-1]).to(dtype) if want else None
         for grad, want, dtype in zip(grads, ctx.needs_input_grad[1:4], ctx.dtypes, strict=True)
     )
     return (None, *scaled, *none)
-
-
-def _rescaled(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """`grad *= factor` for a gradient of any rank that is ours."""
-    as_rows = grad.view(1, 1, -1) if grad.ndim == 1 else grad if grad.ndim == 3 else grad.unsqueeze(0)
-    ops.rescale_(as_rows, factor, backend)
-    return grad
 
 
 ops._differentiate(loss, _save_loss, _backward_loss)

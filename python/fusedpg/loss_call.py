@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .hidden_states import Scores
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -63,9 +65,9 @@ class LossPath(Protocol):
         """ "native" or "custom"."""
 
     def from_logits(
-        self, logits: Tensor, targets: Tensor, inputs: LossInputs, logit_map: LogitMap, backend: str
+        self, scores: Scores, targets: Tensor, inputs: LossInputs, logit_map: LogitMap, backend: str
     ) -> LossResult:
-        """The loss from logits (N, V) or (B, T, V)."""
+        """The loss from logits (N, V) or (B, T, V), or from hidden states."""
 
     def from_logp(self, logp: Tensor, inputs: LossInputs, backend: str) -> LossResult:
         """The loss from log-probs (N,) or (B, T)."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .context import AGG_MODES, step_denominator
-from .functional import policy_loss, policy_loss_from_logits
+from .functional import policy_loss
+from .hidden_states import Scores, scored_loss
 from .loss_call import LogitMap, LossInputs, LossResult
 from .losses import ALIASES, CATALOGUE, ENTRIES, loss_spec
 from .outputs import LossOutput
@@ -38,11 +39,11 @@ class NativePath:
     path: str = "native"
 
     def from_logits(
-        self, logits: Tensor, targets: Tensor, inputs: LossInputs, logit_map: LogitMap, backend: str
+        self, scores: Scores, targets: Tensor, inputs: LossInputs, logit_map: LogitMap, backend: str
     ) -> LossResult:
-        """`policy_loss_from_logits`."""
+        """`policy_loss_from_logits` or `policy_loss_from_hidden`."""
         keywords = {**self._keywords(inputs, targets), **logit_map.keywords(), "backend": backend}
-        return self._result(policy_loss_from_logits(self.spec, logits, targets, **keywords), inputs)
+        return self._result(scored_loss(self.spec, scores, targets, **keywords), inputs)
 
     def from_logp(self, logp: Tensor, inputs: LossInputs, backend: str) -> LossResult:
         """`policy_loss`."""

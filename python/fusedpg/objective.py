@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .hidden_states import HiddenStates, Scores
 from .metric_adapter import OBJECTIVE_WEIGHT_SUM, MetricAdapter
 
 ObjectiveFn = Callable[[Any, Any], tuple[Tensor, Mapping[str, Any]]]
@@ -114,7 +115,7 @@ class PolicyBatch:
     as it came. More keys are the model's own.
     """
 
-    #: (N,) packed or (B, T) padded token ids; the model's logits[i] score targets[i]
+    #: (N,) packed or (B, T) padded token ids; the model's logits[i] or hidden[i] score targets[i]
     targets: Tensor
     #: bool, or weights in [0, 1]: the tokens that are trained on
     mask: Tensor
@@ -169,12 +170,13 @@ def require(name: str, value: Any, who: str) -> Any:
     return value
 
 
-def model_logits(model: Any, batch: Any) -> Tensor:
-    """`model(batch)`: the logits, or an output that holds them as `.logits`."""
+def model_scores(model: Any, batch: Any) -> Scores:
+    """`model(batch)`: hidden states with their head, the logits, or an output that holds those as `.logits`."""
     out = model(batch)
-    logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if not isinstance(logits, Tensor):
+    scores = out if isinstance(out, (Tensor, HiddenStates)) else getattr(out, "logits", None)
+    if not isinstance(scores, (Tensor, HiddenStates)):
         raise TypeError(
-            f"model: expected model(batch) to return logits, or an output with .logits; got {type(out).__name__}"
+            "model: expected model(batch) to return HiddenStates, logits, or an output with .logits; got "
+            f"{type(out).__name__}"
         )
-    return logits
+    return scores

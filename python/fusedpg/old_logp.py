@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import token_logprobs
-from .objective import PolicyBatch, model_logits
+from .hidden_states import scored_logprobs
+from .objective import PolicyBatch, model_scores
 
 
 @torch.no_grad()
 def score(model: Any, batch: Any, temperature: float, backend: str) -> Tensor:
     """Per-token log-probs of a batch under a model, fp32, targets' shape, without a graph; 0 at masked places."""
     data = PolicyBatch.of(batch)
-    logits = model_logits(model, batch)
-    return token_logprobs(logits, data.targets, mask=data.mask, temperature=temperature, backend=backend).logp
+    scores = model_scores(model, batch)
+    return scored_logprobs(scores, data.targets, mask=data.mask, temperature=temperature, backend=backend).logp
 
 
 class OldLogpCache:

@@ -301,3 +301,10 @@ def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
         return grad if value == 1.0 else grad.mul_(value)
     dispatch.native(backend).rescale_(grad, factor)
     return grad
+
+
+def rescale_any(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
+    """`grad *= factor` for a contiguous gradient of ours of one to three dimensions."""
+    rows = grad.view((1,) * (3 - grad.ndim) + tuple(grad.shape))
+    rescale_(rows, factor, backend)
+    return grad

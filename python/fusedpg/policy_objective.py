@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import policy_loss, policy_loss_from_logits, token_logprobs
+from .functional import policy_loss
+from .hidden_states import Scores, scored_logprobs, scored_loss
 from .metric_adapter import OBJECTIVE_NUMERATOR, OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
 from .metrics import METRIC_NAMES
-from .objective import Objective, PolicyBatch, Reduction, model_logits, require
+from .objective import Objective, PolicyBatch, Reduction, model_scores, require
 from .old_logp import OldLogpCache, ReferenceScorer
 from .outputs import LossOutput
 from .spec import Anchor, Level, LossSpec, Surrogate
@@ -21,6 +22,9 @@ from .weights import inverse_denominator
 
 #: the internal metric that the objective itself adds to those of the op
 LOSS = "loss"
+#: what it adds where a response has one ratio and one advantage: the ratio, and the responses that the clip drops, each
+#: response counted once
+RESPONSE_METRICS = ("response_ratio_mean", "response_clip_frac")
 
 
 def build_policy_objective(
@@ -48,7 +52,7 @@ def build_policy_objective(
         identity: provenance; the spec's fields when None.
         from_teacher: advantages are teacher_logp - π_old.
         one_advantage_a_response: refuse per-token advantages. With them the stop-gradient form of a sequence's ratio
-            is no longer the paper's objective.
+            is no longer the paper's objective. Without them there are metrics a response (`RESPONSE_METRICS`).
 
     Returns:
         `Reduction.TOKEN_SUM` with OBJECTIVE_WEIGHT_SUM = `out.weight`; `Reduction.SUM` for `reduction="token-sum"`.
@@ -63,8 +67,13 @@ def build_policy_objective(
     if reference_scorer is None and spec.needs_logp_ref:
         reference_scorer = ReferenceScorer(temperature, backend)
     names = {name: name for name in (LOSS, *METRIC_NAMES)}
+    weighted_by: dict[str, str] = {}
     if from_teacher:
         names["teacher_kl"] = "teacher_kl"
+        weighted_by = {f"{prefix}teacher_kl": f"{prefix}tokens"}
+    if one_advantage_a_response:
+        names |= {name: name for name in RESPONSE_METRICS}
+        weighted_by |= {f"{prefix}{name}": f"{prefix}sequences" for name in RESPONSE_METRICS}
     fn = partial(
         _policy_gradient_loss,
         spec=spec,
@@ -83,7 +92,7 @@ def build_policy_objective(
         metric_adapter=MetricAdapter(
             prefix,
             names,
-            weighted_by={f"{prefix}teacher_kl": f"{prefix}tokens"} if from_teacher else {},
+            weighted_by=weighted_by,
             loss=f"{prefix}{LOSS}",
         ),
         identity={"objective": spec.name, "reduction": spec.reduction} if identity is None else identity,
@@ -108,7 +117,7 @@ def _policy_gradient_loss(
     from_teacher: bool,
     one_advantage_a_response: bool,
 ) -> tuple[Tensor, ObjectiveMetrics]:
-    """One chunk: `policy_loss_from_logits` with π_old from the batch, the cache, or this very forward."""
+    """One chunk: the loss from logits or hidden states, with π_old from the batch, the cache, or this very forward."""
     data = PolicyBatch.of(batch)
     _check_advantages(spec, data, from_teacher, one_advantage_a_response)
     old = data.logp_old if old_logp_cache is None else old_logp_cache.lookup(data)
@@ -128,14 +137,14 @@ def _policy_gradient_loss(
         # an observation term leaves a numerator even where no policy token gives it a weight
         "normalizer": 1.0 if spec.obs_coef else None,
     }
-    logits = model_logits(model, batch)
+    scores = model_scores(model, batch)
     if from_teacher:
-        out, old = _loss_from_teacher(spec, logits, data, old, temperature, fields)
+        out, old = _loss_from_teacher(spec, scores, data, old, temperature, fields)
     else:
         fields |= {"advantages": data.advantages, "sequence_advantages": data.sequence_advantages}
         # while the policy still is π_old its own log-probs anchor the ratio: exactly 1, with no second forward
         run = spec.replace(anchor=Anchor.SELF) if old is None and _forms_old_ratio(spec) else spec
-        out = policy_loss_from_logits(run, logits, data.targets, logp_old=old, temperature=temperature, **fields)
+        out = scored_loss(run, scores, data.targets, logp_old=old, temperature=temperature, **fields)
         old = out.logp if old is None else old
     if old_logp_cache is not None and data.logp_old is None and torch.is_grad_enabled():
         old_logp_cache.keep(data.batch_id, old)
@@ -148,21 +157,24 @@ def _policy_gradient_loss(
     if from_teacher:
         assert data.teacher_logp is not None
         scalars[f"{prefix}teacher_kl"] = _masked_mean(old - data.teacher_logp, data.mask)
+    if one_advantage_a_response:
+        means = _response_means(spec, out.logp - old, data)
+        scalars |= {f"{prefix}{name}": mean for name, mean in zip(RESPONSE_METRICS, means, strict=True)}
     return loss, ObjectiveMetrics(scalars, {prefix: out.metrics})
 
 
 def _loss_from_teacher(
-    spec: LossSpec, logits: Tensor, data: PolicyBatch, old: Tensor | None, temperature: float, fields: dict[str, Any]
+    spec: LossSpec, scores: Scores, data: PolicyBatch, old: Tensor | None, temperature: float, fields: dict[str, Any]
 ) -> tuple[LossOutput, Tensor]:
     """The clipped surrogate with advantages teacher_logp - π_old; (output, π_old)."""
     assert data.teacher_logp is not None
     if old is not None:
         advantages = data.teacher_logp - old
-        out = policy_loss_from_logits(
-            spec, logits, data.targets, logp_old=old, advantages=advantages, temperature=temperature, **fields
+        out = scored_loss(
+            spec, scores, data.targets, logp_old=old, advantages=advantages, temperature=temperature, **fields
         )
         return out, old
-    lp = token_logprobs(logits, data.targets, mask=data.mask, temperature=temperature, backend=fields["backend"])
+    lp = scored_logprobs(scores, data.targets, mask=data.mask, temperature=temperature, backend=fields["backend"])
     old = lp.logp.detach()
     return policy_loss(spec, lp.logp, logp_old=old, advantages=data.teacher_logp - old, **fields), old
 
@@ -195,3 +207,22 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the tokens of a mask, each counted once; 0 over none."""
     chosen = mask != 0
     return torch.where(chosen, values, 0.0).sum() / chosen.sum().clamp(min=1)
+
+
+def _response_means(spec: LossSpec, log_ratio: Tensor, data: PolicyBatch) -> tuple[Tensor, Tensor]:
+    """Means over the responses with a token: the ratio, and whether the clip drops the response; 0 over none."""
+    assert data.sequence_advantages is not None
+    chosen = data.mask != 0
+    values = (torch.where(chosen, log_ratio, 0.0).double(), chosen.double())
+    if data.cu_seqlens is None:
+        total, tokens = (v.sum(1) for v in values)
+    else:  # unlike differences of one running sum, these keep a sequence's NaN to itself
+        offsets = data.cu_seqlens.long()
+        total, tokens = (torch.segment_reduce(v, "sum", offsets=offsets, unsafe=True, initial=0) for v in values)
+    low, high = spec.log_ratio_clamp
+    ratio = (total / tokens.clamp(min=1)).clamp(low, high).exp()
+    a = data.sequence_advantages
+    dropped = ((ratio > spec.clip_high) & (a > 0)) | ((ratio < spec.clip_low) & (a < 0))
+    held = tokens > 0
+    count = held.sum().clamp(min=1)
+    return torch.where(held, ratio, 0.0).sum() / count, (dropped & held).sum() / count

@@ -11,6 +11,7 @@ from torch import Tensor
 from .builtin_losses import BODIES, PINS
 from .context import AGG_MODES, check_mode
 from .custom import CustomPath
+from .hidden_states import HiddenStates, Scores
 from .loss_call import LogitMap, LossInputs, LossPath, LossResult
 from .native_losses import NATIVE_NAMES, native_path, rllm_params
 from .registry import find_loss
@@ -35,7 +36,7 @@ class ResolvedLoss:
 
     def from_logits(
         self,
-        logits: Tensor,
+        logits: Scores,
         targets: Tensor,
         *,
         logp_old: Tensor | None = None,
@@ -59,6 +60,7 @@ class ResolvedLoss:
 
         Args:
             logits: (N, V) or (B, T, V), any dtype and strides that `token_logprobs` takes; the only differentiable one.
+                Or `HiddenStates`.
             targets: token ids (N,) or (B, T); `logits[i]` scores `targets[i]`.
             logp_old: the importance ratio's denominator, targets' shape. None runs on-policy, and says so.
             advantages: targets' shape, or one number; or `sequence_advantages` (S,).
@@ -90,6 +92,22 @@ class ResolvedLoss:
         )
         logit_map = LogitMap(temperature, softcap, logit_scale)
         return self.run.from_logits(logits, targets, inputs, logit_map, self.backend)
+
+    def from_hidden(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        workspace_mib: float | None = None,
+        **keywords: Any,
+    ) -> LossResult:
+        """The loss and the gradients of hidden states (N, D) or (B, T, D) and output head (V, D).
+
+        A native loss costs three matrix products, a custom one four. The other arguments are those of `from_logits`.
+        """
+        return self.from_logits(HiddenStates(hidden, weight, bias, workspace_mib=workspace_mib), targets, **keywords)
 
     def from_logp(
         self,

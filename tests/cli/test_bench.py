@@ -1,14 +1,16 @@
 """`python -m fusedpg bench`: tables, Markdown and JSON on tiny shapes, and no time for a wrong result."""
 
 import json
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fusedpg import policy_loss_from_logits
-from fusedpg.cli import bench, bench_logits, rivals
+from fusedpg.cli import bench, bench_distill, bench_logits, rivals
 from fusedpg.cli.app import app
 from fusedpg.cli.report import Target
 from fusedpg.cli.timing import Contender, Outcome, Verdict, measure
@@ -77,6 +79,19 @@ def test_nan_is_wrong():
     problem = bench_logits.make_problem(4, 64, torch.float32, CPU)
     nan = Outcome(torch.tensor(torch.nan), torch.full_like(problem.pristine, torch.nan))
     assert "loss error nan" in bench_logits.policy_check(problem, bench_logits.TOLERANCE[torch.float32])(nan).wrong
+
+
+def test_distillation_stands_beside_eager_and_says_why_liger_does_not_run(monkeypatch):
+    problem = bench_distill.make_problem(5, 301, torch.float32, CPU, "jsd")
+    rows = bench_distill.contenders(problem)
+    assert [row.name for row in rows] == [bench_distill.OURS, bench_distill.EAGER]
+    assert all(row.check(row.run()).wrong is None for row in rows)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    needs_gpu = "LigerJSD: not run, its Triton kernel needs a GPU and the tensors are on cpu"
+    assert bench_distill.liger_refusal(CPU) == needs_gpu
+    assert bench_distill.liger_refusal(torch.device("cuda")) is None
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    assert bench_distill.liger_refusal(CPU).startswith("LigerJSD: not run, import of liger_kernel")
 
 
 def test_unmeasured_target_is_missed():

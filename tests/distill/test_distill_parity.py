@@ -22,6 +22,31 @@ def test_dtypes(divergence, native_backend):
         assert got.output.backend == native_backend
 
 
+def own_divergence(student, teacher, divergence):
+    """PyTorch's kl_div in fp64, a token; nothing of the library."""
+    log_p, log_q = (x.double().log_softmax(-1) for x in (student / 0.7, teacher / 1.3))
+    kl = lambda to, of: torch.nn.functional.kl_div(to, of, reduction="none", log_target=True).sum(-1)  # noqa: E731
+    if divergence == "jsd":
+        log_m = (0.3 * log_q.exp() + 0.7 * log_p.exp()).log()
+        return 0.3 * kl(log_m, log_q) + 0.7 * kl(log_m, log_p)
+    return kl(log_q, log_p) if divergence == "reverse_kl" else kl(log_p, log_q)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_torch_s_own_divergence(divergence, backend):
+    """Value and gradient of PyTorch's functional form in fp64, reduced by hand."""
+    pair = make_pair((3, 4, 301), torch.float32, torch.float32)
+    pair.mask = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)) > 0.3
+    got = run(pair, backend, divergence=divergence, reduction="seq-mean-token-mean", **KNOBS)
+    student = pair.student.double().requires_grad_()
+    per_token = own_divergence(student, pair.teacher.double(), divergence)
+    loss = ((per_token * pair.mask).sum(1) / pair.mask.sum(1)).mean()
+    loss.backward()
+    torch.testing.assert_close(got.values["per_token"][pair.mask], per_token[pair.mask].detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.values["loss"], loss.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(got.grad, student.grad, rtol=1e-4, atol=1e-7)
+
+
 def layout(kind: str, x: torch.Tensor) -> torch.Tensor:
     """The same values (B, T, V) with other strides."""
     b, t, v = x.shape

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedpg
 from fusedpg.accumulate import StepAccumulator
+from fusedpg.context import AGG_MODES
 from fusedpg.metric_adapter import ObjectiveMetrics
 from fusedpg.objective import Objective, Reduction
 from fusedpg.policy_objective import build_policy_objective
@@ -27,15 +31,19 @@ PLANS = {
 CUTS = [1, 2, 6]
 
 
-def run(rank: int, world: int, store: str) -> None:
+def run(rank: int, world: int, store: str, wide: bool = False) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     try:
+        if wide:
+            everything(rank, world)
+            return
         every_loss_and_reduction(rank, world)
         nothing_anywhere()
         means(rank, world)
+        bodies(rank, world)
         wrapped(rank, world)
         sharded(rank, world)
         a_rank_without_filler(rank, world)
@@ -44,15 +52,24 @@ def run(rank: int, world: int, store: str) -> None:
 
 
 def every_loss_and_reduction(rank: int, world: int) -> None:
-    chosen = list(enumerate(toy.ALL))
-    if world != 2:  # each loss under one reduction: the collective calls are the same for all of them
-        chosen = [chosen[i * len(toy.REDUCTIONS) + i % len(toy.REDUCTIONS)] for i in range(len(toy.ADDITIVE))]
-    for i, (name, reduction) in chosen:
-        spec = toy.spec_of(name, reduction)
-        objective = build_policy_objective(spec, backend="reference")
-        batch = toy.make_batch(spec, packed=i % 2 == 1, seed=i)
-        plans = PLANS[world]
-        check(objective, batch, plans[i % len(plans)][rank], f"{name} {reduction} world {world}")
+    """Each pair once: the layouts, and the plans of chunks over ranks, take turns."""
+    plans = PLANS[world]
+    for i, (name, reduction) in enumerate(toy.ALL):
+        one_pair(name, reduction, plans[i // 2 % len(plans)][rank], i % 2 == 1, "reference", world, seed=i)
+
+
+def everything(rank: int, world: int) -> None:
+    """Each pair under every plan, in both layouts, on the reference and the compiled core."""
+    choices = itertools.product(toy.ALL, PLANS[world], (False, True), ("reference", "cpu"))
+    for (name, reduction), plan, packed, backend in choices:
+        one_pair(name, reduction, plan[rank], packed, backend, world)
+
+
+def one_pair(name: str, reduction: str, mine: list[int], packed: bool, backend: str, world: int, seed: int = 0) -> None:
+    spec = toy.spec_of(name, reduction)
+    objective = build_policy_objective(spec, backend=backend)
+    batch = toy.make_batch(spec, packed=packed, seed=seed)
+    check(objective, batch, mine, f"{name} {reduction} {backend} packed={packed} world {world} {mine}")
 
 
 def check(objective: Objective, batch: Any, mine: list[int], label: str, **options: Any) -> None:
@@ -106,6 +123,21 @@ def means(rank: int, world: int) -> None:
     toy.assert_same(toy.gradients(model), want, "mean")
     torch.testing.assert_close(result.loss, loss)
     torch.testing.assert_close(result.metrics["toy/loss"], loss)
+
+
+def bodies(rank: int, world: int) -> None:
+    """Bodies over `LossContext` with the counts of the step: `aggregate` normalises over chunks and ranks, chunks add."""
+    batch = toy.make_batch()
+    counts = {"step_tokens": int(batch["mask"].sum()), "step_sequences": int(batch["mask"].any(1).sum())}
+    parts = [part | counts for part in toy.split(batch, CUTS)]
+    for (name, mode), plan in itertools.product(itertools.product(("icepop", "gspo"), AGG_MODES), PLANS[world]):
+        loss = fusedpg.resolve_loss(name, "reference", loss_agg_mode=mode, path="custom")
+        objective = Objective(partial(toy.body_loss, loss), Reduction.SUM)
+        whole, want, _ = toy.whole_gradients(objective, batch)
+        model = toy.Policy()
+        result = StepAccumulator(objective, model).step([parts[i] for i in plan[rank]])
+        toy.assert_same(toy.gradients(model), want, f"{name} {mode} world {world}")
+        torch.testing.assert_close(result.loss, whole.double(), rtol=1e-9, atol=1e-11)
 
 
 def wrapped(rank: int, world: int) -> None:

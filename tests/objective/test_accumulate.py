@@ -15,11 +15,10 @@ from fusedpg.objective import Objective, Reduction
 from fusedpg.policy_objective import build_policy_objective
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks(world, tmp_path):
-    """Every loss and reduction, uneven and empty ranks, DDP: a hang fails at the deadline."""
-    context = mp.spawn(ranks.run, args=(world, str(tmp_path / "store")), nprocs=world, join=False)
-    deadline = time.monotonic() + 180
+def spawn(world, *args, seconds):
+    """`ranks.run` in processes of their own: a hang fails at the deadline."""
+    context = mp.spawn(ranks.run, args=(world, *args), nprocs=world, join=False)
+    deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=1):
             assert time.monotonic() < deadline, f"{world} processes did not finish: a rank waits for another"
@@ -27,6 +26,19 @@ def test_ranks(world, tmp_path):
         for process in context.processes:
             if process.is_alive():
                 process.kill()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks(world, tmp_path):
+    """Every loss and reduction, uneven and empty ranks, DDP, FSDP."""
+    spawn(world, str(tmp_path / "store"), seconds=180)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_everything_on_ranks(world, tmp_path):
+    """Every loss and reduction x plan of chunks over ranks x layout x backend."""
+    spawn(world, str(tmp_path / "store"), True, seconds=600)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -187,7 +187,7 @@ def test_model_returns_logits_or_an_output():
 
     batch = make_batch()
     assert grpo()(lambda b: Output(Policy()(b)), batch)[0] == grpo()(Policy(), batch)[0]
-    with pytest.raises(TypeError, match=r"^model: expected model\(batch\) to return logits"):
+    with pytest.raises(TypeError, match=r"^model: expected model\(batch\) to return HiddenStates, logits"):
         grpo()(lambda b: 3, batch)
 
 

@@ -116,3 +116,10 @@ def mean_loss(model: nn.Module, batch: Any) -> Any:
     """A sample mean over rows: `Reduction.MEAN`."""
     loss = torch.logsumexp(model(batch), -1).mean()
     return loss, {"toy/loss": loss.detach()}
+
+
+def body_loss(loss: fusedpg.ResolvedLoss, model: nn.Module, batch: Any) -> Any:
+    """A loss over `LossContext`; `step_tokens` and `step_sequences` of the batch are those of the whole step."""
+    fields = {k: v for k, v in batch.items() if k not in ("input_ids", "targets")}
+    result = loss.from_logits(model(batch), batch["targets"], **fields)
+    return result.loss, {"toy/loss": result.loss.detach()}

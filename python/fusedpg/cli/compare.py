@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fusedpg
-from fusedpg import Objective, PolicyBatch
+from fusedpg import HiddenStates, Objective, PolicyBatch
+from fusedpg.hidden_states import scored_logprobs
 
 from .memory import peak_extra_bytes
 from .objectives import Choice
 from .train import Trainer
 
 LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
+WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Comparison:
     reference_seconds: float
     native_bytes: int | None
     reference_bytes: int | None
+
+    @property
+    def memory_saved(self) -> float | None:
+        """How many times the native backend's peak the reference's is."""
+        if not self.native_bytes or self.reference_bytes is None:
+            return None
+        return self.reference_bytes / self.native_bytes
 
     @property
     def agree(self) -> bool:
@@ -50,18 +58,18 @@ def compare_own_batch(trainer: Trainer) -> Comparison:
         logp_old=torch.cat([trainer.objective.old_logp_cache.lookup(chunk) for chunk in chunks]),
     )
     with torch.no_grad():
-        logits = trainer.policy(batch).contiguous()
-    what = f"the demo's own batch, logits {' x '.join(map(str, logits.shape))}"
-    return _compare(what, trainer.choice, trainer.backend, logits, batch)
+        states = trainer.policy(batch)
+    return _compare(f"the demo's own batch, {_sizes(states)}", trainer.choice, trainer.backend, states, batch)
 
 
 def compare_large(choice: Choice, backend: str, device: torch.device, shape: tuple[int, int, int]) -> Comparison:
-    """Random logits (B, T, V) with the vocabulary of a real model: where the memory and the time are."""
+    """Random hidden states (B, T) and a head with the vocabulary of a real model: where the memory and time are."""
     rng = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(shape, generator=rng, device=device) * 3
+    hidden = torch.randn(*shape[:2], WIDTH, generator=rng, device=device)
+    states = HiddenStates(hidden, torch.randn(shape[2], WIDTH, generator=rng, device=device) * 3 / WIDTH**0.5)
     targets = torch.randint(0, shape[2], shape[:2], generator=rng, device=device)
     with torch.no_grad():
-        logp = fusedpg.token_logprobs(logits, targets).logp
+        logp = scored_logprobs(states, targets).logp
     noise = torch.randn(4, *shape[:2], generator=rng, device=device) * 0.1
     batch = PolicyBatch(
         targets=targets,
@@ -72,27 +80,31 @@ def compare_large(choice: Choice, backend: str, device: torch.device, shape: tup
         logp_rollout=logp + noise[2],
         teacher_logp=logp + noise[3],
     )
-    what = f"random logits {' x '.join(map(str, shape))}, fp32"
-    return _compare(what, choice, backend, logits, batch)
+    return _compare(f"random, {_sizes(states)}, fp32", choice, backend, states, batch)
 
 
-def _compare(what: str, choice: Choice, backend: str, logits: Tensor, batch: PolicyBatch) -> Comparison:
-    """An objective calls its model for logits, so a function that has them is model enough."""
+def _sizes(states: HiddenStates) -> str:
+    hidden, head = (" x ".join(map(str, t.shape)) for t in (states.hidden, states.weight))
+    return f"hidden states {hidden}, head {head}"
+
+
+def _compare(what: str, choice: Choice, backend: str, states: HiddenStates, batch: PolicyBatch) -> Comparison:
+    """An objective calls its model for hidden states, so a function that has them is model enough."""
     native, reference = choice.objective(backend), choice.objective("reference")
 
-    def run(objective: Objective) -> tuple[Tensor, Tensor]:
-        leaf = logits.detach().requires_grad_()
-        loss, _ = objective(lambda _: leaf, batch)
-        (grad,) = torch.autograd.grad(loss, leaf)
-        return loss.detach(), grad
+    def run(objective: Objective) -> tuple[Tensor, tuple[Tensor, ...]]:
+        leaves = [t.detach().requires_grad_() for t in (states.hidden, states.weight)]
+        loss, _ = objective(lambda _: HiddenStates(leaves[0], leaves[1]), batch)
+        return loss.detach(), torch.autograd.grad(loss, leaves)
 
-    loss, grad = run(native)
+    loss, grads = run(native)
     expected_loss, expected = run(reference)
-    scale = expected.abs().amax().clamp(min=1e-30)
     loss_difference = (loss - expected_loss).abs().item()
-    grad_difference = ((grad - expected).abs().amax() / scale).item()
-    del grad, expected
-    device = logits.device
+    grad_difference = max(
+        ((g - e).abs().amax() / e.abs().amax().clamp(min=1e-30)).item() for g, e in zip(grads, expected, strict=True)
+    )
+    del grads, expected
+    device = states.hidden.device
     return Comparison(
         what=what,
         backend=backend,

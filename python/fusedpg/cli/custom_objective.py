@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fusedpg
 from fusedpg import MetricAdapter, Objective, OldLogpCache, PolicyBatch, Reduction, ResolvedLoss
-from fusedpg.objective import model_logits
+from fusedpg.objective import model_scores
 
 PREFIX = "custom/"
 
@@ -56,7 +56,7 @@ def _custom_loss(
     data = PolicyBatch.of(batch)
     old = cache.lookup(data)
     result = resolved.from_logits(
-        model_logits(model, batch),
+        model_scores(model, batch),
         data.targets,
         logp_old=old,
         sequence_advantages=data.sequence_advantages,

@@ -229,6 +229,9 @@ def _comparison_table(comparisons: list[Comparison], device: torch.device, conso
         "time, reference": [f"{c.reference_seconds * 1e3:.2f} ms" for c in comparisons],
         f"peak memory, {native}": [f"{megabytes(c.native_bytes)} MB" for c in comparisons],
         "peak memory, reference": [f"{megabytes(c.reference_bytes)} MB" for c in comparisons],
+        "memory, reference / native": [
+            "-" if c.memory_saved is None else f"{c.memory_saved:.1f}x" for c in comparisons
+        ],
     }
     for name, cells in rows.items():
         table.add_row(name, *cells)

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedpg import HiddenStates
+
 
 class Policy(nn.Module):
-    """The model as objectives call it: a prepared batch in, the logits that score its targets out."""
+    """The model as objectives call it: a prepared batch in, the hidden states that score its targets out."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
 
-    def forward(self, batch: Any) -> Tensor:
-        """(B, T, V) for `targets` (B, T), which end `input_ids`: a strided view, no copy."""
-        logits: Tensor = self.lm(batch.input_ids, use_cache=False).logits
-        return logits[:, -batch.targets.shape[1] - 1 : -1]
+    def forward(self, batch: Any) -> HiddenStates:
+        """(B, T, D) and the head for `targets` (B, T), which end `input_ids`: a strided view, no copy, no logits."""
+        hidden: Tensor = self.lm.model(batch.input_ids, use_cache=False).last_hidden_state
+        return HiddenStates(hidden[:, -batch.targets.shape[1] - 1 : -1], self.lm.lm_head.weight)
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,249 @@
+"""Whole TRL runs, stock and fused: the same losses, gradient norms and metrics step by step."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from transformers import Qwen3ForCausalLM
+from trl import GRPOTrainer
+
+from fusedpg import linear_walk
+from fusedpg.certify import tiny_trl
+from fusedpg.certify.against_trl_runs import run_options
+from fusedpg.certify.tiny_trl import grpo, history, make_model
+from fusedpg.integrations.trl import FusedGRPOTrainer, attach_fused_head, fuse_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+#: several updates of a generated batch, each of two micro-batches, with a reference
+SEVERAL = {"beta": 0.04, "num_iterations": 2, "steps_per_generation": 4}
+
+
+def assert_same_runs(stock, fused, loss=1e-5, grad=1e-4):
+    """Every logged number but times; NaN where TRL's own is."""
+    pairs = list(zip(history(stock), history(fused), strict=True))
+    assert pairs
+    for theirs, ours in pairs:
+        assert set(theirs) == set(ours)
+        for name, value in theirs.items():
+            if "time" in name or not isinstance(value, float):
+                continue
+            limit = grad * abs(value) if name == "grad_norm" else loss * max(1.0, abs(value))
+            same = ours[name] == value or (math.isnan(value) and math.isnan(ours[name]))
+            assert same or abs(ours[name] - value) <= limit, (name, value, ours[name])
+
+
+def both(path, **options):
+    stock, fused = (grpo(path, trainer, **options) for trainer in (GRPOTrainer, FusedGRPOTrainer))
+    assert_same_runs(stock, fused)
+    return fused
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss(loss, tmp_path):
+    fused = both(tmp_path, **run_options(loss))
+    assert fused.why_two_passes is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"importance_sampling_level": "sequence"},
+        {"gradient_checkpointing": True},
+        {"temperature": 0.7, "beta": 0.1, "use_bias_correction_kl": False},
+        {"mask_truncated_completions": True, "max_completion_length": 3},
+        {"scale_rewards": False, "gradient_accumulation_steps": 1},
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"cast_lm_head_to_fp32": True},
+    ],
+    ids=lambda o: ",".join(o) or "defaults",
+)
+def test_options_in_one_pass(options, tmp_path):
+    assert both(tmp_path, **options).why_two_passes is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.01},
+        {"use_adaptive_entropy": True, "entropy_target": 5.0},
+        {"off_policy_mask_threshold": 0.01, **SEVERAL},
+        {"top_entropy_quantile": 0.5},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_options_in_two_passes(options, tmp_path):
+    """Honoured through TRL's own loss over fused log-probs; the trainer says which option it is."""
+    fused = both(tmp_path, **options)
+    assert fused.why_two_passes.startswith(next(iter(options)) + ":")
+
+
+def altered(trainer_class, alter):
+    """The trainer with generated batches changed by `alter(batch)`."""
+
+    class Altered(trainer_class):
+        _name = "GRPO"
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            alter(batch)
+            return batch
+
+    return Altered
+
+
+def mask_tools(batch):
+    batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+    batch["tool_mask"][:, 1::3] = 0
+
+
+def mask_first_rows(batch):
+    """A whole micro-batch and a row of the next without a token."""
+    batch["completion_mask"][:5] = 0
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "bnpo", "luspo"])
+@pytest.mark.parametrize("alter", [mask_tools, mask_first_rows])
+def test_masks(alter, loss, tmp_path):
+    options = {**run_options(loss), "shuffle_dataset": False}
+    runs = [grpo(tmp_path, altered(trainer, alter), **options) for trainer in (GRPOTrainer, FusedGRPOTrainer)]
+    assert_same_runs(*runs)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_tied_and_untied_heads_learn_alike(tie, tmp_path):
+    """Equal parameters after the run, the head's among them."""
+    source = make_model(tmp_path, tie=tie)
+    runs = [grpo(tmp_path, trainer, model=source, **SEVERAL) for trainer in (GRPOTrainer, FusedGRPOTrainer)]
+    assert_same_runs(*runs)
+    theirs, ours = (dict(run.model.named_parameters()) for run in runs)
+    start = dict(Qwen3ForCausalLM.from_pretrained(source).named_parameters())
+    head = "model.embed_tokens.weight" if tie else "lm_head.weight"
+    assert (ours[head] != start[head]).any()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=2e-5)
+
+
+def test_lora_on_the_body(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+
+    def with_lora(trainer):
+        return lambda **kwargs: trainer(**kwargs, **lora)
+
+    runs = [grpo(tmp_path, with_lora(trainer), beta=0.04) for trainer in (GRPOTrainer, FusedGRPOTrainer)]
+    assert_same_runs(*runs)
+    assert runs[1].why_two_passes is None
+
+
+def test_lora_on_the_head_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(Qwen3ForCausalLM.from_pretrained(make_model(tmp_path)), config)
+    with pytest.raises(ValueError, match=r"^model: expected an output head without adapter.*target_modules"):
+        attach_fused_head(model)
+
+
+def test_prompt_learning_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = Qwen3ForCausalLM.from_pretrained(make_model(tmp_path))
+    wrapped = peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"^model: expected no prompt-learning PEFT"):
+        attach_fused_head(wrapped)
+
+
+def test_unknown_output_is_refused(tmp_path):
+    model = Qwen3ForCausalLM.from_pretrained(make_model(tmp_path))
+    with pytest.raises(ValueError, match=r"^outputs: expected fields among log_probs, .*got \['logits'\]"):
+        attach_fused_head(model, outputs=("logits",))
+    with pytest.raises(ValueError, match=r"^model: expected output embeddings"):
+        attach_fused_head(torch.nn.Linear(2, 2))
+
+
+def test_the_loss_costs_three_products_a_micro_batch(tmp_path, monkeypatch):
+    """Training without a reference: a product forward and two of the gradient, and no logits of TRL's own."""
+    calls = []
+    real = linear_walk.product
+    monkeypatch.setattr(linear_walk, "product", lambda *a, **k: (calls.append(a), real(*a, **k))[1])
+    steps, micro_batches = 3, 2
+    fused = grpo(tmp_path, FusedGRPOTrainer, max_steps=steps)
+    assert fused.why_two_passes is None
+    assert len(calls) == 3 * steps * micro_batches
+
+
+# ------------------------------------------------------------------ the other trainers, through TRL's own protocol
+
+
+def rows(kind):
+    words = tiny_trl.PROMPTS
+    if kind == "sft":
+        return [{"prompt": a, "completion": " " + b} for a in words for b in words]
+    if kind == "dpo":
+        return [{"prompt": a, "chosen": " " + b, "rejected": " " + a} for a in words for b in words if a != b]
+    return [{"prompt": a, "completion": " " + b, "label": a < b} for a in words for b in words]
+
+
+def other(kind, path, after=None):
+    """A run of RLOO, SFT, DPO or KTO."""
+    import trl
+    from datasets import Dataset
+
+    drop = {"num_generations", "max_completion_length"} if kind != "rloo" else set()
+    common = {k: v for k, v in tiny_trl.COMMON.items() if k not in drop}
+    config, trainer_class = getattr(trl, kind.upper() + "Config"), getattr(trl, kind.upper() + "Trainer")
+    args = config(output_dir=str(path / "out"), max_steps=3, **common)
+    more = {"reward_funcs": tiny_trl.even_ids} if kind == "rloo" else {}
+    data = tiny_trl.prompts() if kind == "rloo" else Dataset.from_list(rows(kind))
+    with tiny_trl.one_thread():
+        torch.manual_seed(0)
+        trainer = trainer_class(
+            model=make_model(path), args=args, train_dataset=data, processing_class=tiny_trl.tokenizer(), **more
+        )
+        if after is not None:
+            after(trainer)
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["rloo", "sft", "dpo", "kto"])
+def test_other_trainers(kind, tmp_path, monkeypatch):
+    stock = other(kind, tmp_path)
+    calls = []
+    real = linear_walk.product
+    monkeypatch.setattr(linear_walk, "product", lambda *a, **k: (calls.append(a), real(*a, **k))[1])
+    fused = other(kind, tmp_path, fuse_trainer)
+    assert calls
+    assert_same_runs(stock, fused)
+
+
+def test_every_field_of_the_protocol(tmp_path):
+    """Against TRL's own head on one batch, in value and gradient."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    fields = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
+    ids = torch.randint(0, tiny_trl.VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :4] = labels[1] = -100
+    results = []
+    for attach in (add_fused_lm_head, attach_fused_head):
+        model = Qwen3ForCausalLM.from_pretrained(make_model(tmp_path))
+        attach(model, temperature=0.7, outputs=fields)
+        out = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (out.log_probs.sum() + 0.3 * out.entropy.sum()).backward()
+        results.append((out, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad))
+    theirs, ours = results
+    for name in (*fields, "loss", "label_mask"):
+        torch.testing.assert_close(ours[0][name], theirs[0][name], rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    plain = Qwen3ForCausalLM.from_pretrained(make_model(tmp_path))
+    before = plain(input_ids=ids, labels=labels)
+    attach_fused_head(plain)
+    after = plain(input_ids=ids, labels=labels)
+    assert torch.equal(before.logits, after.logits)
+    assert before.loss == after.loss
