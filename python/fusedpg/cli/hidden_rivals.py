@@ -87,7 +87,7 @@ def liger_cross_entropy(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tenso
 
 
 def torch_cross_entropy(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's own, called without options: all logits. In its chunks of a few rows a CPU takes several times as long."""
+    """PyTorch's own without options: all logits at once. Its chunks of a few rows take a CPU several times as long."""
     return F.linear_cross_entropy(hidden, weight, tokens.targets)
 
 
