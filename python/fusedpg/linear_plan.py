@@ -20,8 +20,10 @@ ACCELERATOR_GRANULE = 512
 COLUMNS = 16
 #: fewer rows of a chunk cost more, more save no time
 LEAST_ROWS, MOST_ROWS = 128, 4096
-#: columns of the weight that are cast, or of the gradient that are gathered, at a time
-CAST_COLUMNS = 8192
+#: columns of the weight that are cast, or of the gradient that are gathered, at a time: what the caches hold
+CAST_COLUMNS = 2048
+#: columns of a vocabulary block of two passes
+BLOCK_COLUMNS = 8208
 
 
 class Mode(Enum):
@@ -86,7 +88,13 @@ class LinearShape:
     @property
     def stride(self) -> int:
         """Elements from one row of the tile to the next."""
-        return -(-self.vocab // COLUMNS) * COLUMNS
+        return row_stride(self.vocab)
+
+
+def row_stride(columns: int) -> int:
+    """A multiple of `COLUMNS`; not one of 1024, at which the rows of a column crowd into a few sets of the caches."""
+    stride = -(-columns // COLUMNS) * COLUMNS
+    return stride if stride % 1024 else stride + COLUMNS
 
 
 def plan_linear(
@@ -148,7 +156,7 @@ def _vocabulary_blocks(shape: LinearShape, workspace: int, mode: Mode, products:
         each = _bytes(trained, rows, COLUMNS, COLUMNS if shape.cast else 0) - fixed
         columns = max(0, workspace - fixed) // each * COLUMNS
         if columns >= min(2048, shape.stride) or (rows == shape.granule and columns >= COLUMNS):
-            columns = min(columns, CAST_COLUMNS, shape.stride)
+            columns = min(columns, BLOCK_COLUMNS, shape.stride)
             cast = columns if shape.cast else 0
             accumulator = columns * shape.width * shape.itemsize if shape.accumulate else 0
             used = _bytes(shape, rows, columns, cast)

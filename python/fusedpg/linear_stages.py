@@ -75,8 +75,11 @@ class Gradients:
         if self.hidden is not None:
             self.hidden.zero_()
 
-    def block(self, begin: int, end: int) -> HeadGradient:
-        """Where the head's gradient over [begin, end) is summed: its own memory where that is in the compute dtype."""
+    def block(self, begin: int, end: int, once: bool = False) -> HeadGradient:
+        """Where the head's gradient over [begin, end) is summed: its own memory where that is in the compute dtype.
+
+        So it is for d weight of the only chunk (`once`), which has nothing to add to.
+        """
         compute = self.head.compute
 
         def sums(t: Tensor | None) -> Tensor | None:
@@ -84,7 +87,8 @@ class Gradients:
                 return t if t is None else t[begin:end]
             return torch.empty(t[begin:end].shape, dtype=compute, device=t.device)
 
-        return HeadGradient(sums(self.weight), sums(self.bias), begin)
+        weight = self.weight[begin:end] if once and self.weight is not None else sums(self.weight)
+        return HeadGradient(weight, sums(self.bias), compute, begin)
 
     def close(self, block: HeadGradient, end: int) -> None:
         """All chunks of a block are in: round once."""
@@ -210,8 +214,9 @@ def fuse(
     """Stages A, B and C of each chunk while its logits are there; rows without a coefficient leave C's products out."""
     walk, native = LinearWalk(head, plan), dispatch.native(backend)
     out = RowStats.zeros(targets, head.compute, want_entropy)
-    block = gradients.block(0, walk.vocab)
-    for chunk, cu in chunks:
+    every = list(chunks)
+    block = gradients.block(0, walk.vocab, once=len(every) == 1)
+    for chunk, cu in every:
         x = walk.take(chunk)
         tile = walk.logits(x, chunk.numel(), 0, walk.vocab)
         w, scale, streams, cu = constants.of(chunk, cu)
