@@ -114,7 +114,8 @@ ARROWS = {
     "registry": {"context", "native_losses"},
     "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
     "integrations": {
-        *("dispatch", "hidden_states", "integrations", "linear_ops", "linear_walk", "outputs", "presets", "spec"),
+        *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_walk", "outputs"),
+        *("presets", "spec"),
     },
     "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
@@ -129,7 +130,7 @@ OUTSIDE = {
     "spec_checks": set(),
     "knobs": set(),
     "presets": set(),
-    "integrations": {"torch", "trl"},
+    "integrations": {"torch", "trl", "verl"},
     "certify": {
         *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
     },

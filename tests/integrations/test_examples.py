@@ -1,5 +1,6 @@
 """Every example runs as its docstring says."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: what an example imports that may be missing
-NEEDS = {"trl_grpo.py": "trl"}
+NEEDS = {"trl_grpo.py": ("trl",), "verl_loss.py": ("verl", "tensordict", "omegaconf")}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_example(path):
-    if path.name in NEEDS:
-        pytest.importorskip(NEEDS[path.name])
+    missing = [name for name in NEEDS.get(path.name, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
     run = subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,
