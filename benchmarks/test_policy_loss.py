@@ -1,6 +1,6 @@
 """The cases of `python -m fusedpg bench` under pytest-benchmark, at a size for everyday use.
 
-    pytest benchmarks                             # FUSEDPG_BENCH_TOKENS and FUSEDPG_BENCH_VOCAB set the size
+    pytest benchmarks                             # FUSEDPG_BENCH_TOKENS, _VOCAB and _WIDTH set the size
     pytest benchmarks --benchmark-compare         # against a run kept with --benchmark-autosave
 
 `make bench` (the command) measures the targets: interleaved, with ratios. Here each case has its own run, for
@@ -13,10 +13,11 @@ from functools import cache
 import pytest
 import torch
 
-from fusedpg.cli import bench, bench_logits, bench_loss
+from fusedpg.cli import bench, bench_hidden, bench_logits, bench_loss
 
 TOKENS = int(os.environ.get("FUSEDPG_BENCH_TOKENS", "64"))
 VOCAB = int(os.environ.get("FUSEDPG_BENCH_VOCAB", "32000"))
+WIDTH = int(os.environ.get("FUSEDPG_BENCH_WIDTH", "256"))
 LOSS_TOKENS = int(os.environ.get("FUSEDPG_BENCH_LOSS_TOKENS", "65536"))
 ROUNDS = 10
 CPU = torch.device("cpu")
@@ -25,6 +26,11 @@ CPU = torch.device("cpu")
 @cache
 def logits_problem(dtype):
     return bench_logits.make_problem(TOKENS, VOCAB, bench.DTYPES[dtype], CPU)
+
+
+@cache
+def hidden_problem(dtype):
+    return bench_hidden.make_problem(TOKENS, VOCAB, WIDTH, bench.DTYPES[dtype], CPU)
 
 
 @cache
@@ -37,6 +43,11 @@ def names(contenders):
 
 
 LOGITS = names(bench_logits.contenders(bench_logits.make_problem(1, 2, torch.float32, CPU)))
+HIDDEN = [
+    (dtype, name)
+    for dtype in ("fp32", "bf16")
+    for name in names(bench_hidden.contenders(bench_hidden.make_problem(4, 64, 8, bench.DTYPES[dtype], CPU)))
+]
 LOSS = names(bench_loss.contenders(bench_loss.make_tokens(2, CPU)))
 
 
@@ -57,6 +68,15 @@ def test_logits(benchmark, dtype, name):
     contender = next(c for c in bench_logits.contenders(problem) if c.name == name)
     benchmark.extra_info["bytes_1r1w"] = problem.bytes
     time_right(benchmark, contender, problem.prepare)
+
+
+@pytest.mark.benchmark(group="policy loss and gradients from hidden states (P2, P3)")
+@pytest.mark.parametrize(("dtype", "name"), HIDDEN)
+def test_hidden(benchmark, dtype, name):
+    problem = hidden_problem(dtype)
+    contender = next(c for c in bench_hidden.contenders(problem) if c.name == name)
+    benchmark.extra_info["flops"] = problem.flops
+    time_right(benchmark, contender, lambda: None)
 
 
 @pytest.mark.benchmark(group="policy loss and gradient from log-probs (P4)")

@@ -118,7 +118,7 @@ ARROWS = {
         *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
         *("resolve", "spec"),
     },
-    "certify": {"certify", "functional", "losses", "metrics", "outputs", "presets", "spec", "weights"},
+    "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
 #: packages outside the standard library
@@ -131,8 +131,10 @@ OUTSIDE = {
     "spec_checks": set(),
     "knobs": set(),
     "presets": set(),
-    "integrations": {"torch", "trl"},
-    "certify": {"liger_kernel", "omegaconf", "polgrad", "torch", "trl", "verl"},
+    "integrations": {"torch", "trl", "verl"},
+    "certify": {
+        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
+    },
 }
 
 

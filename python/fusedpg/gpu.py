@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import os
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +22,12 @@ except ImportError as error:
         f"fusedpg: Triton, which compiles the GPU kernels, cannot be imported: {error}; pip install 'triton>=3.6' "
         "(triton-windows on Windows), or use backend='cpu' or backend='reference'"
     ) from error
+
+if sys.version_info < (3, 11) and os.environ.get("TRITON_INTERPRET") == "1":
+    # The interpreter puts print in a builtin's place while it runs, and imports this module in there; Python 3.10 knows
+    # no signature of print, so the module must have been imported before.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")
 
 from fusedpg.kernels import distill as divergences
 from fusedpg.kernels import launch, logprob, one_pass, rescale, segments

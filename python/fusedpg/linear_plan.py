@@ -8,7 +8,7 @@ chunk's logits are gone; where they are not, the forward product is computed aga
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 MIB = 1 << 20
@@ -20,8 +20,10 @@ ACCELERATOR_GRANULE = 512
 COLUMNS = 16
 #: fewer rows of a chunk cost more, more save no time
 LEAST_ROWS, MOST_ROWS = 128, 4096
-#: columns of the weight that are cast, or of the gradient that are gathered, at a time
-CAST_COLUMNS = 8192
+#: columns of the weight that are cast, or of the gradient that are gathered, at a time: what the caches hold
+CAST_COLUMNS = 2048
+#: columns of a vocabulary block of two passes
+BLOCK_COLUMNS = 8208
 
 
 class Mode(Enum):
@@ -86,7 +88,13 @@ class LinearShape:
     @property
     def stride(self) -> int:
         """Elements from one row of the tile to the next."""
-        return -(-self.vocab // COLUMNS) * COLUMNS
+        return row_stride(self.vocab)
+
+
+def row_stride(columns: int) -> int:
+    """A multiple of `COLUMNS`; not one of 1024, at which the rows of a column crowd into a few sets of the caches."""
+    stride = -(-columns // COLUMNS) * COLUMNS
+    return stride if stride % 1024 else stride + COLUMNS
 
 
 def plan_linear(
@@ -109,7 +117,9 @@ def plan_linear(
         ValueError: a workspace that not even one block of the fewest rows by 16 columns fits in.
     """
     cast_columns = min(CAST_COLUMNS, shape.stride) if shape.cast else 0
-    rows = _rows_that_fit(shape, workspace, cast_columns)
+    # a call without a gradient cuts the vocabulary like one with: the log-probs of both have the same bits
+    trained = replace(shape, gradient=True)
+    rows = _rows_that_fit(trained, workspace, cast_columns)
     accumulator = shape.vocab * shape.width * shape.itemsize if shape.accumulate else 0
     # chunks of fewer rows than this spend more time on the weight's gradient than a second forward product takes
     fits = rows >= max(LEAST_ROWS, shape.granule)
@@ -140,17 +150,18 @@ def _rows_that_fit(shape: LinearShape, workspace: int, cast_columns: int) -> int
 
 def _vocabulary_blocks(shape: LinearShape, workspace: int, mode: Mode, products: int) -> LinearPlan:
     """Tiles of some columns and of as many rows as keep a block's products efficient."""
+    trained = replace(shape, gradient=True)
     for rows in (r for r in (1024, 512, 256, 128, GRANULE) if r >= shape.granule):
-        fixed = _bytes(shape, rows, 0, 0)
-        each = _bytes(shape, rows, COLUMNS, COLUMNS if shape.cast else 0) - fixed
+        fixed = _bytes(trained, rows, 0, 0)
+        each = _bytes(trained, rows, COLUMNS, COLUMNS if shape.cast else 0) - fixed
         columns = max(0, workspace - fixed) // each * COLUMNS
         if columns >= min(2048, shape.stride) or (rows == shape.granule and columns >= COLUMNS):
-            columns = min(columns, CAST_COLUMNS, shape.stride)
+            columns = min(columns, BLOCK_COLUMNS, shape.stride)
             cast = columns if shape.cast else 0
             accumulator = columns * shape.width * shape.itemsize if shape.accumulate else 0
             used = _bytes(shape, rows, columns, cast)
             return LinearPlan(mode, rows, min(columns, shape.vocab), cast, used, accumulator, products)
-    least = _bytes(shape, shape.granule, COLUMNS, COLUMNS if shape.cast else 0)
+    least = _bytes(trained, shape.granule, COLUMNS, COLUMNS if shape.cast else 0)
     raise ValueError(
         f"workspace_mib: expected at least {least / MIB:.2g} for {shape.granule} rows of hidden size {shape.width} and "
         f"{COLUMNS} columns of the vocabulary; got {workspace / MIB:.2g}; raise it, or pass None"

@@ -75,8 +75,11 @@ class Gradients:
         if self.hidden is not None:
             self.hidden.zero_()
 
-    def block(self, begin: int, end: int) -> HeadGradient:
-        """Where the head's gradient over [begin, end) is summed: its own memory where that is in the compute dtype."""
+    def block(self, begin: int, end: int, once: bool = False) -> HeadGradient:
+        """Where the head's gradient over [begin, end) is summed: its own memory where that is in the compute dtype.
+
+        So it is for d weight of the only chunk (`once`), which has nothing to add to.
+        """
         compute = self.head.compute
 
         def sums(t: Tensor | None) -> Tensor | None:
@@ -84,7 +87,8 @@ class Gradients:
                 return t if t is None else t[begin:end]
             return torch.empty(t[begin:end].shape, dtype=compute, device=t.device)
 
-        return HeadGradient(sums(self.weight), sums(self.bias), begin)
+        weight = self.weight[begin:end] if once and self.weight is not None else sums(self.weight)
+        return HeadGradient(weight, sums(self.bias), compute, begin)
 
     def close(self, block: HeadGradient, end: int) -> None:
         """All chunks of a block are in: round once."""
@@ -97,6 +101,17 @@ class Gradients:
         """d hidden of some flat rows."""
         assert self.hidden is not None
         self.hidden.view(-1, self.hidden.shape[-1])[rows] = values.to(self.hidden.dtype)
+
+    def add_hidden(self, rows: Tensor, values: Tensor) -> None:
+        """A block's share of d hidden of some flat rows, where d hidden is in the compute dtype."""
+        assert self.hidden is not None
+        self.hidden.view(-1, self.hidden.shape[-1]).index_add_(0, rows, values)
+
+    def hidden_sums(self, rows: Tensor) -> Tensor | None:
+        """Zeros to sum the blocks' shares of narrower hidden states in; None where d hidden itself serves."""
+        if self.hidden is None or self.hidden.dtype == self.head.compute:
+            return None
+        return self.hidden.new_zeros(rows.numel(), self.hidden.shape[-1], dtype=self.head.compute)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor]:
         """As an operator returns them: empty for None."""
@@ -147,9 +162,7 @@ def differentiate(
     walk, native = LinearWalk(head, plan), dispatch.native(backend)
     rows = (c != 0 if e is None else (c != 0) | (e != 0)).nonzero().view(-1)
     whole = plan.columns >= walk.vocab
-    total = None
-    if gradients.hidden is not None and not whole:
-        total = head.hidden.new_zeros(rows.numel(), walk.width, dtype=head.compute)
+    total = gradients.hidden_sums(rows) if not whole else None
     for begin, end in walk.blocks():
         block = gradients.block(begin, end)
         for at, chunk in zip(range(0, rows.numel(), plan.rows), rows.split(plan.rows), strict=False):
@@ -164,6 +177,8 @@ def differentiate(
             block.next_chunk()
             if d_hidden is not None and total is not None:
                 total[at : at + chunk.numel()] += d_hidden
+            elif d_hidden is not None and not whole:
+                gradients.add_hidden(chunk, d_hidden)
             elif d_hidden is not None:
                 gradients.put_hidden(chunk, d_hidden)
         gradients.close(block, end)
@@ -199,8 +214,9 @@ def fuse(
     """Stages A, B and C of each chunk while its logits are there; rows without a coefficient leave C's products out."""
     walk, native = LinearWalk(head, plan), dispatch.native(backend)
     out = RowStats.zeros(targets, head.compute, want_entropy)
-    block = gradients.block(0, walk.vocab)
-    for chunk, cu in chunks:
+    every = list(chunks)
+    block = gradients.block(0, walk.vocab, once=len(every) == 1)
+    for chunk, cu in every:
         x = walk.take(chunk)
         tile = walk.logits(x, chunk.numel(), 0, walk.vocab)
         w, scale, streams, cu = constants.of(chunk, cu)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linear_plan import ACCELERATOR_GRANULE, CAST_COLUMNS, COLUMNS, GRANULE, MIB, LinearPlan, LinearShape
+from .linear_plan import ACCELERATOR_GRANULE, CAST_COLUMNS, COLUMNS, GRANULE, MIB, LinearPlan, LinearShape, row_stride
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -79,7 +79,7 @@ class LinearWalk:
         device, compute = head.hidden.device, head.compute
         self._step = plan.rows if device.type == "cpu" else ACCELERATOR_GRANULE
         self._granule = GRANULE if device.type == "cpu" else ACCELERATOR_GRANULE
-        stride = -(-plan.columns // COLUMNS) * COLUMNS
+        stride = row_stride(self.vocab) if plan.columns == self.vocab else plan.columns
         width = -(-self.width // COLUMNS) * COLUMNS
         self._tile = torch.empty(plan.rows, stride, dtype=compute, device=device)
         self._x = torch.empty(plan.rows, width, dtype=head.operands, device=device)[:, : self.width]
@@ -166,17 +166,29 @@ class LinearWalk:
 class HeadGradient:
     """d weight and d bias, summed over chunks in the compute dtype; the first chunk writes what later ones add to.
 
-    `weight` and `bias` are what is summed into, None where no gradient is wanted, over vocabulary [begin, ...).
+    `weight` and `bias` are what is summed into, None where no gradient is wanted, over vocabulary [begin, ...). A
+    `weight` in a narrower dtype than `compute` takes one chunk alone, a few columns at a time through `_wide`.
     """
 
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, begin: int = 0) -> None:
-        self.weight, self.bias, self.begin = weight, bias, begin
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype, begin: int = 0) -> None:
+        self.weight, self.bias, self.compute, self.begin = weight, bias, compute, begin
         self._written = False
+        self._wide: Tensor | None = None
 
     def add(self, g: Tensor, x: Tensor, lo: int, hi: int) -> None:
         """The product of a chunk over columns [lo, hi)."""
-        if self.weight is not None:
-            product(g.t(), x, self.weight[lo - self.begin : hi - self.begin], add=self._written)
+        if self.weight is None:
+            return
+        into = self.weight[lo - self.begin : hi - self.begin]
+        if into.dtype == self.compute:
+            product(g.t(), x, into, add=self._written)
+            return
+        assert not self._written
+        if self._wide is None:
+            self._wide = torch.empty(hi - lo, into.shape[1], dtype=self.compute, device=into.device)
+        wide = self._wide[: hi - lo]
+        product(g.t(), x, wide)
+        into.copy_(wide)
 
     def add_bias(self, g: Tensor, lo: int, hi: int) -> None:
         """The column sums of a chunk."""

@@ -304,7 +304,9 @@ def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
 
 
 def rescale_any(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """`grad *= factor` for a contiguous gradient of ours of one to three dimensions."""
+    """`grad *= factor` for a contiguous gradient of ours of one to three dimensions; a product where that is traced."""
+    if type(factor) is not Tensor:  # a traced graph cannot ask for the value, and plans its own memory
+        return grad * factor
     rows = grad.view((1,) * (3 - grad.ndim) + tuple(grad.shape))
     rescale_(rows, factor, backend)
     return grad

@@ -17,9 +17,9 @@ def run(rank, port, path, results):
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"},
     }
     warnings.simplefilter("ignore")
-    from tiny_trl import grpo, history
     from trl import GRPOTrainer
 
+    from fusedpg.certify.tiny_trl import grpo, history
     from fusedpg.integrations.trl import FusedGRPOTrainer
 
     options = {"beta": 0.04, "num_iterations": 2, "steps_per_generation": 4, "ddp_backend": "gloo"}
@@ -30,7 +30,7 @@ def run(rank, port, path, results):
 
 
 def test_two_processes(tmp_path):
-    from tiny_trl import make_model
+    from fusedpg.certify.tiny_trl import make_model
 
     make_model(tmp_path)
     with socket.socket() as free:

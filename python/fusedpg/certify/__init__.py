@@ -11,16 +11,18 @@ from importlib import import_module
 
 from .rows import Row
 
-__all__ = ["ORACLES", "Row", "all_rows", "rows_of"]
+__all__ = ["ORACLES", "RUNS", "Row", "all_rows", "rows_of"]
 
 #: modules with `rows(backend)`, in the order of the table
 ORACLES = ("verl", "trl", "polgrad", "liger", "transcribed")
+#: whole training runs, on demand
+RUNS = ("trl_runs",)
 
 
 def rows_of(oracle: str, backend: str = "auto") -> Iterator[Row]:
     """The rows of one oracle."""
-    if oracle not in ORACLES:
-        raise ValueError(f"oracle: expected one of {', '.join(ORACLES)}; got {oracle!r}")
+    if oracle not in ORACLES + RUNS:
+        raise ValueError(f"oracle: expected one of {', '.join(ORACLES + RUNS)}; got {oracle!r}")
     yield from import_module(f"{__name__}.against_{oracle}").rows(backend)
 
 

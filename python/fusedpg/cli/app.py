@@ -30,6 +30,7 @@ class Suite(str, Enum):
     """What `bench` measures."""
 
     LOGITS = "logits"
+    HIDDEN = "hidden"
     LOSS = "loss"
     DISTILL = "distill"
     ACCURACY = "accuracy"
@@ -98,12 +99,18 @@ def demo_command(
 @app.command("bench")
 def bench_command(
     suite: Annotated[
-        Suite, typer.Option(help="P1 (logits), P4 (loss alone), P7 (accuracy), distillation.")
+        Suite,
+        typer.Option(help="P1 (logits), P2 and P3 (hidden states), P4 (loss alone), P7 (accuracy), distillation."),
     ] = Suite.ALL,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of P1; distillation takes a quarter.")] = 1024,
-    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary of P1, P7 and distillation.")] = 151_936,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of P1 and P2; distillation takes a quarter.")] = 1024,
+    vocab: Annotated[
+        int, typer.Option(min=2, help="Vocabulary; P2 takes 32768 too, and half the tokens for a larger one.")
+    ] = 151_936,
+    width: Annotated[int, typer.Option(min=1, help="Hidden size of P2.")] = 512,
     loss_tokens: Annotated[int, typer.Option(min=1, help="Tokens of P4.")] = 1 << 20,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each row; P4 takes three times as many.")] = 9,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Timed runs of each row; P4 takes three times, P2 a third as many.")
+    ] = 9,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the logits.")] = Dtype.ALL,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 keeps torch's own number.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
@@ -111,7 +118,7 @@ def bench_command(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of terminal tables.")] = False,
 ) -> None:
-    """Measure loss and gradient beside PyTorch eager, torch.compile, cross entropy and a plain copy.
+    """Measure loss and gradient beside PyTorch eager, torch.compile, other libraries, a plain copy and bare products.
 
     Every result is checked against fp64 in the same run; a wrong one is not timed.
     """
@@ -122,6 +129,7 @@ def bench_command(
         suites=bench.SUITES if suite is Suite.ALL else (suite.value,),
         tokens=tokens,
         vocab=vocab,
+        width=width,
         loss_tokens=loss_tokens,
         rounds=rounds,
         dtypes=one or ("fp32", "bf16"),
@@ -181,21 +189,24 @@ def losses_command(
 
 @app.command("parity")
 def parity_command(
-    trainer: Annotated[list[str] | None, typer.Argument(help="Oracles to run: verl, trl, polgrad, liger, ...")] = None,
+    trainer: Annotated[
+        list[str] | None, typer.Argument(help="Oracles: verl, trl, polgrad, liger, transcribed; or trl_runs.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu, triton or reference.")] = "auto",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
 ) -> None:
     """Compare every preset with its trainer's own code (or its formula in fp64), in value and in gradient.
 
+    `trl_runs`, by name only, trains a tiny model with TRL, stock and fused, and compares losses and gradient norms.
     Exits with 1 when any row differs.
     """
-    from ..certify import ORACLES, rows_of
+    from ..certify import ORACLES, RUNS, rows_of
     from . import parity
 
     wanted = trainer or list(ORACLES)
-    unknown = sorted(set(wanted) - set(ORACLES))
+    unknown = sorted(set(wanted) - {*ORACLES, *RUNS})
     if unknown:
-        Console(stderr=True).print(f"expected some of {', '.join(ORACLES)}; got {unknown[0]!r}", highlight=False)
+        Console(stderr=True).print(f"expected some of {', '.join(ORACLES + RUNS)}; got {unknown[0]!r}", highlight=False)
         raise typer.Exit(2)
     rows = []
     with progress_bar(make_console(stderr=True)) as progress:

@@ -1,21 +1,23 @@
-"""The benchmark's suites: P1 (logits), P4 (loss alone), P7 (accuracy), distillation; each a table with its targets."""
+"""The benchmark's suites: P1 (logits), P2 and P3 (hidden states), P4 (loss alone), P7 (accuracy), distillation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fusedpg import dispatch
 
-from . import accuracy, bench_distill, bench_logits, bench_loss, memory
-from .report import Section, Target, megabytes, milliseconds, speed_target, times, worst_error
-from .timing import Row, measure, ticks
+from . import accuracy, bench_distill, bench_logits, bench_loss, hidden_section, memory
+from .report import Section, Target, broken, megabytes, milliseconds, refusals, speed_target, times, worst_error
+from .timing import Row, Tick, measure, ticks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOGITS_ROWS, LOSS_ROWS = 9, 3
-SUITES = ("logits", "loss", "distill", "accuracy")
+SUITES = ("logits", "hidden", "loss", "distill", "accuracy")
+#: of the hidden suite, beside that of the other suites
+SMALL_VOCAB = 32_768
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Options:
     suites: tuple[str, ...] = SUITES
     tokens: int = 1024
     vocab: int = 151_936
+    width: int = 512
     loss_tokens: int = 1 << 20
     accuracy_rows: int = 16
     rounds: int = 9
@@ -33,8 +36,17 @@ class Options:
     device: str = "cpu"
     compiled: bool = True
 
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """(tokens, vocabulary) of the hidden suite: half the tokens at a large vocabulary."""
+        small = min(SMALL_VOCAB, self.vocab)
+        large = [(max(1, self.tokens // 2), self.vocab)] if self.vocab > small else []
+        return [(self.tokens, small), *large]
 
-Tick = Callable[[str], None]
+    @property
+    def hidden_rounds(self) -> int:
+        """A run of the hidden suite takes seconds."""
+        return max(1, self.rounds // 3)
 
 
 def total_ticks(options: Options) -> int:
@@ -43,6 +55,10 @@ def total_ticks(options: Options) -> int:
     total = 0
     if "logits" in options.suites:
         total += len(options.dtypes) * ticks(LOGITS_ROWS - skipped, options.rounds)
+    if "hidden" in options.suites:
+        device = torch.device(options.device)
+        counts = (hidden_section.count(DTYPES[name], device, options.hidden_rounds) for name in options.dtypes)
+        total += len(options.heads) * sum(counts)
     if "loss" in options.suites:
         total += ticks(LOSS_ROWS - skipped, 3 * options.rounds)
     if "distill" in options.suites:
@@ -59,6 +75,11 @@ def run(options: Options, tick: Tick = lambda what: None) -> Iterator[Section]:
     if "logits" in options.suites:
         for name in options.dtypes:
             yield logits_section(options, name, device, tick)
+    if "hidden" in options.suites:
+        for name in options.dtypes:
+            for tokens, vocab in options.heads:
+                shape, rounds = (tokens, vocab, options.width), options.hidden_rounds
+                yield hidden_section.section(*shape, DTYPES[name], name, rounds, device, tick)
     if "loss" in options.suites:
         yield loss_section(options, device, tick)
     if "distill" in options.suites:
@@ -96,10 +117,10 @@ def logits_section(options: Options, dtype: str, device: torch.device, tick: Tic
             f"{options.rounds} rounds interleaved in one process, inputs restored before each run outside its time; "
             f"every row active; the logits are {logits_bytes / 1e6:.0f} MB; GB/s counts one read and one write of them",
             f"extra memory: {memory.HOW[device.type]}",
-            *_refusals(rows),
+            *refusals(rows),
         ],
         record=_record(rows, "P1", options, dtype=dtype, device=device, bytes=problem.bytes),
-        broken=_broken(rows),
+        broken=broken(rows),
     )
 
 
@@ -140,10 +161,10 @@ def loss_section(options: Options, device: torch.device, tick: Tick) -> Section:
         notes=[
             f"shape {tuple(tokens.logp.shape)}, {selected:.0f} % of the places selected; "
             "verl computes its clip fraction and approximate KL, fusedpg its full metric vector",
-            *_refusals(rows),
+            *refusals(rows),
         ],
         record=_record(rows, "P4", options, dtype="fp32", device=device),
-        broken=_broken(rows),
+        broken=broken(rows),
     )
 
 
@@ -173,10 +194,10 @@ def distill_section(options: Options, dtype: str, divergence: str, device: torch
         notes=[
             f"student and teacher logits of {problem.bytes / 3e6:.0f} MB each; the extra memory holds the gradient",
             *([refusal] if refusal else []),
-            *_refusals(rows),
+            *refusals(rows),
         ],
         record=_record(rows, "distill", options, dtype=dtype, device=device, divergence=divergence, tokens=tokens),
-        broken=_broken(rows),
+        broken=broken(rows),
     )
 
 
@@ -216,13 +237,3 @@ def _record(rows: list[Row], suite: str, options: Options, **more: object) -> di
     backend = dispatch.resolve("auto", device, dtype)
     shape = {"tokens": options.loss_tokens} if suite == "P4" else {"tokens": options.tokens, "vocab": options.vocab}
     return {"suite": suite, **shape, **more, "backend": backend, "rows": [row.to_json() for row in rows]}
-
-
-def _refusals(rows: list[Row]) -> list[str]:
-    return [
-        f"{row.name}: no time reported, its result is wrong: {row.verdict.wrong}" for row in rows if row.verdict.wrong
-    ]
-
-
-def _broken(rows: list[Row]) -> bool:
-    return any(row.ours and row.verdict.wrong is not None for row in rows)

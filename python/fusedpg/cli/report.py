@@ -112,3 +112,15 @@ def speed_target(what: str, slow: Row | None, fast: Row, bound: float) -> Target
         return Target(what, None, bound, at_least=True)
     also = f"of minima {slow.best / fast.best:.3g}x"
     return Target(what, slow.median / fast.median, bound, at_least=True, also=also)
+
+
+def refusals(rows: list[Row]) -> list[str]:
+    """A line for every row without a time."""
+    return [
+        f"{row.name}: no time reported, its result is wrong: {row.verdict.wrong}" for row in rows if row.verdict.wrong
+    ]
+
+
+def broken(rows: list[Row]) -> bool:
+    """Whether one of our own results is wrong."""
+    return any(row.ours and row.verdict.wrong is not None for row in rows)

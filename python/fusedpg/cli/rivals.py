@@ -9,11 +9,14 @@ from torch import Tensor
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
 
 
-def ppo_token_mean(logp: Tensor, logp_old: Tensor, advantages: Tensor, denominator: float) -> Tensor:
-    """PPO's clipped loss of every token, summed and divided by a number of tokens."""
+def ppo_token_mean(
+    logp: Tensor, logp_old: Tensor, advantages: Tensor, denominator: float, mask: Tensor | None = None
+) -> Tensor:
+    """PPO's clipped loss of every (selected) token, summed and divided by a number of tokens."""
     ratio = torch.exp(logp - logp_old)
     clipped = ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
-    return torch.max(-advantages * ratio, -advantages * clipped).sum() / denominator
+    loss = torch.max(-advantages * ratio, -advantages * clipped)
+    return (loss if mask is None else torch.where(mask, loss, 0.0)).sum() / denominator
 
 
 def log_softmax_loss(

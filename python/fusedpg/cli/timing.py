@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .memory import peak_extra_bytes
 
+#: told of each finished run
+Tick = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -20,6 +23,7 @@ class Outcome:
 
     loss: Tensor | None = None
     grad: Tensor | None = None
+    grad_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def measure(
     prepare: Callable[[], None],
     rounds: int,
     device: torch.device,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Tick = lambda what: None,
 ) -> list[Row]:
     """Warm up and check every contender, take its peak memory, then time the right ones interleaved.
 

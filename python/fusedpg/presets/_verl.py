@@ -14,7 +14,7 @@ from ..spec import INF, REDUCTIONS, Anchor, Reject
 from ._verl_knobs import BAND, KNOBS, SAFETY, bypass_metrics, rejection
 from .base import Options, TrainerSpec, known_loss, trainer_spec
 
-__all__ = ["ENTRY_OF", "verl"]
+__all__ = ["ENTRY_OF", "options_of", "verl"]
 
 VERSION = "0.9.1"
 
@@ -86,6 +86,12 @@ _REJECT_NOTE = (
     "verl takes rejected tokens out of the mask: the normalizer needs the counts (a global batch's, or those of the "
     "mask that is left); verl bounds each log-ratio by 20 before a sequence's sum"
 )
+
+
+def options_of(loss: str) -> dict[str, Any]:
+    """What verl's function of a policy loss reads of `ActorConfig` and `PolicyLossConfig`, with verl's defaults."""
+    known_loss("verl", loss, tuple(_READS))
+    return {key: value for key, value in _READS[loss].items() if key != "correct"}
 
 
 def denominator(

@@ -51,7 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(path: Path, *, vocab: int = VOCAB, tie: bool = False, softcap: float | None = None) -> str:
-    """A saved model, so that a reference can be loaded beside the policy; a tenth of the vocabulary ends a completion."""
+    """A saved model, so that a reference can be loaded beside it; a tenth of the vocabulary ends a completion."""
     torch.manual_seed(0)
     tok = tokenizer()
     config = Qwen3Config(
@@ -85,6 +85,7 @@ def even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def prompts() -> Dataset:
+    """Every prompt eight times."""
     return Dataset.from_dict({"prompt": [*PROMPTS] * 8})
 
 

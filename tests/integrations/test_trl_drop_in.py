@@ -7,12 +7,13 @@ import torch
 
 pytest.importorskip("trl")
 
-import tiny_trl
-from tiny_trl import grpo, history, make_model
 from transformers import Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from fusedpg import linear_walk
+from fusedpg.certify import tiny_trl
+from fusedpg.certify.against_trl_runs import run_options
+from fusedpg.certify.tiny_trl import grpo, history, make_model
 from fusedpg.integrations.trl import FusedGRPOTrainer, attach_fused_head, fuse_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,14 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 #: several updates of a generated batch, each of two micro-batches, with a reference
 SEVERAL = {"beta": 0.04, "num_iterations": 2, "steps_per_generation": 4}
-
-
-def options_of(loss):
-    """Bounds that small steps meet."""
-    level = "sequence" if loss == "luspo" else "token"
-    own = {"epsilon_high": 5.0} if loss == "cispo" else {"epsilon_high": 0.28}
-    delta = {"delta": 1.5} if loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") else {}
-    return {"loss_type": loss, "importance_sampling_level": level, **own, **delta}
 
 
 def assert_same_runs(stock, fused, loss=1e-5, grad=1e-4):
@@ -52,7 +45,7 @@ def both(path, **options):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss(loss, tmp_path):
-    fused = both(tmp_path, **options_of(loss), **SEVERAL, max_steps=4)
+    fused = both(tmp_path, **run_options(loss))
     assert fused.why_two_passes is None
 
 
@@ -117,7 +110,7 @@ def mask_first_rows(batch):
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "bnpo", "luspo"])
 @pytest.mark.parametrize("alter", [mask_tools, mask_first_rows])
 def test_masks(alter, loss, tmp_path):
-    options = {**options_of(loss), **SEVERAL, "shuffle_dataset": False}
+    options = {**run_options(loss), "shuffle_dataset": False}
     runs = [grpo(tmp_path, altered(trainer, alter), **options) for trainer in (GRPOTrainer, FusedGRPOTrainer)]
     assert_same_runs(*runs)
 

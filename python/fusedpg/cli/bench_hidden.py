@@ -1,0 +1,223 @@
+"""P2 and P3: loss and gradients from hidden states, against the three bare products and others' fused heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fusedpg import linear_token_logprobs, loss_spec, policy_loss_from_hidden
+from fusedpg.linear_plan import MIB, LinearPlan, plan_linear
+from fusedpg.linear_walk import Head, default_workspace
+
+from . import hidden_rivals, rivals
+from .bench_logits import LOOSE, TOLERANCE, Tolerance
+from .hidden_rivals import Tokens
+from .hidden_truth import Truth, logp_check, loss_check, make_truth
+from .timing import Contender, Outcome
+
+OURS, SCORE = "fusedpg", "fusedpg, log-probs alone"
+INACTIVE, IDLE = "half the rows masked", "half without advantage"
+FLAT = ("fusedpg, small workspace, N/2", "fusedpg, small workspace, N")
+GEMMS, GEMMS_FP32 = "three bare products", "three bare products, upcast"
+SEQUENCES = 4
+LOGP_TOLERANCE = 1e-5
+
+Loss = Callable[[Tokens, Tensor, Tensor], Tensor]
+PPO_RIVALS: tuple[tuple[str, Loss], ...] = (
+    (hidden_rivals.EAGER, hidden_rivals.eager_loss),
+    (hidden_rivals.TRL, hidden_rivals.trl_loss),
+    (hidden_rivals.LIGER, hidden_rivals.liger_loss),
+    (hidden_rivals.LIGER_SCALED, hidden_rivals.liger_scaled_loss),
+)
+CE_RIVALS: tuple[tuple[str, Loss], ...] = (
+    (hidden_rivals.LIGER_CE, hidden_rivals.liger_cross_entropy),
+    (hidden_rivals.TORCH_CE, hidden_rivals.torch_cross_entropy),
+)
+#: those that are measured with inactive rows too
+HALVED = (hidden_rivals.TRL, hidden_rivals.LIGER)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A head and a batch in one dtype; `truth` belongs to these rows."""
+
+    hidden: Tensor
+    weight: Tensor
+    tokens: Tokens
+    truth: Truth
+
+    @property
+    def flops(self) -> int:
+        """Of the three products."""
+        return 6 * self.hidden.numel() * self.weight.shape[0]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of d hidden and d weight as they are returned."""
+        return (self.hidden.numel() + self.weight.numel()) * self.weight.element_size()
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        """Fresh differentiable hidden states and weight in the same memory."""
+        return self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
+
+    def first(self, count: int) -> Problem:
+        """The same head with the first rows."""
+        old = self.tokens
+        some = old.sequence_advantages[: sequences(count)]
+        tokens = Tokens(old.targets[:count], old.logp_old[:count], some, old.mask[:count])
+        return replace(self, hidden=self.hidden[:count], tokens=tokens, truth=self.truth.first(count))
+
+    def masked(self) -> Problem:
+        """Every second row without a weight."""
+        mask = torch.arange(len(self.hidden), device=self.hidden.device) % 2 == 0
+        old = self.tokens
+        return replace(self, tokens=Tokens(old.targets, old.logp_old, old.sequence_advantages, mask))
+
+    def idle(self) -> Problem:
+        """Every second sequence without an advantage: what a group of equal rewards is given."""
+        old = self.tokens
+        some = torch.arange(old.sequences, device=self.hidden.device) % 2 == 0
+        return replace(
+            self, tokens=Tokens(old.targets, old.logp_old, old.sequence_advantages.where(some, 0.0), old.mask)
+        )
+
+    def plan(self, workspace: int = 0) -> LinearPlan:
+        """Ours for loss and gradients, in some bytes of workspace."""
+        shape = Head(self.hidden.unsqueeze(0), self.weight, None).shape(gradient=True, weight_gradient=True)
+        return plan_linear(shape, workspace or default_workspace(self.hidden.device))
+
+    def small_workspace(self) -> int:
+        """The fewest MiB that hold a quarter of the rows (and no fewer than three products need)."""
+        for mib in range(1, default_workspace(self.hidden.device) // MIB):
+            try:
+                plan = self.plan(mib * MIB)
+            except ValueError:
+                continue
+            if plan.products == 3 and plan.rows >= len(self.hidden) // 4:
+                return mib
+        return default_workspace(self.hidden.device) // MIB
+
+
+def sequences(tokens: int) -> int:
+    """Sequences in a batch."""
+    return SEQUENCES if tokens % SEQUENCES == 0 else 1
+
+
+def make_problem(
+    tokens: int, vocab: int, width: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Problem:
+    """Logits of std 3. The ratios stay inside the clip band: every row has a gradient, none is skipped."""
+    rng = torch.Generator(device).manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=rng, device=device).to(dtype)
+    weight = torch.empty(vocab, width, dtype=dtype, device=device)
+    for rows in weight.split(8192):
+        rows.copy_(torch.randn(rows.shape, generator=rng, device=device) * (3 / width**0.5))
+    targets = torch.randint(0, vocab, (tokens,), generator=rng, device=device)
+    truth = make_truth(hidden, weight, targets)
+    noise = (torch.rand(tokens, generator=rng, device=device) - 0.5) * 0.2
+    advantages = torch.randn(sequences(tokens), generator=rng, device=device)
+    mask = torch.ones(tokens, dtype=torch.bool, device=device)
+    return Problem(hidden, weight, Tokens(targets, (truth.logp + noise).float(), advantages, mask), truth)
+
+
+def contenders(problem: Problem) -> list[Contender]:
+    """The rows of the table."""
+    device, dtype = problem.hidden.device, problem.weight.dtype
+    masked, idle = problem.masked(), problem.idle()
+    rows = [
+        _ours(OURS, problem),
+        _ours(f"{OURS}, {INACTIVE}", masked),
+        _ours(f"{OURS}, {IDLE}", idle),
+        Contender(SCORE, partial(_score, problem), logp_check(problem.truth, LOGP_TOLERANCE), ours=True),
+        *_bare_products(problem),
+    ]
+    # the others round logits or their gradient to 16 bits where hidden is; their errors are printed
+    tolerance = Tolerance(1e-5, 1e-4) if dtype == torch.float32 else LOOSE
+    for name, loss in PPO_RIVALS:
+        if hidden_rivals.refusal(name, device) is None:
+            halved = [(f"{name}, {INACTIVE}", masked)] if name in HALVED else []
+            for label, case in ((name, problem), *halved):
+                check = loss_check(case.truth, case.tokens.ppo, tolerance)
+                rows.append(Contender(label, partial(_rival, case, loss), check))
+    mean = loss_check(problem.truth, lambda logp: -logp.mean(), tolerance)
+    rows += [
+        Contender(name, partial(_rival, problem, loss), mean)
+        for name, loss in CE_RIVALS
+        if hidden_rivals.refusal(name, device) is None
+    ]
+    small = problem.small_workspace()
+    halves = problem.first(max(1, len(problem.hidden) // 2))
+    return [*rows, _ours(FLAT[0], halves, small), _ours(FLAT[1], problem, small)]
+
+
+def refusals(device: torch.device) -> list[str]:
+    """Who is not among the rows, and why."""
+    reasons = (hidden_rivals.refusal(name, device) for name, _ in (*PPO_RIVALS, *CE_RIVALS))
+    return [reason for reason in reasons if reason]
+
+
+# ------------------------------------------------------------------ what is timed
+
+
+def _ours(name: str, problem: Problem, workspace: int | None = None) -> Contender:
+    check = loss_check(problem.truth, problem.tokens.ppo, TOLERANCE[problem.weight.dtype])
+    return Contender(name, partial(_loss, problem, workspace), check, ours=True)
+
+
+def _loss(problem: Problem, workspace: int | None) -> Outcome:
+    tokens, (hidden, weight) = problem.tokens, problem.leaves()
+    shape = (tokens.sequences, -1)
+    out = policy_loss_from_hidden(
+        loss_spec("ppo_clip", epsilon_low=rivals.EPSILON_LOW, epsilon_high=rivals.EPSILON_HIGH),
+        hidden.view(*shape, hidden.shape[1]) if tokens.sequences > 1 else hidden.unsqueeze(0),
+        weight,
+        tokens.targets.view(shape),
+        logp_old=tokens.logp_old.view(shape),
+        sequence_advantages=tokens.sequence_advantages,
+        mask=tokens.mask.view(shape),
+        workspace_mib=workspace,
+    )
+    return Outcome(out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight)))
+
+
+def _score(problem: Problem) -> Outcome:
+    with torch.no_grad():
+        return Outcome(linear_token_logprobs(problem.hidden, problem.weight, problem.tokens.targets).logp)
+
+
+def _rival(problem: Problem, function: Loss) -> Outcome:
+    hidden, weight = problem.leaves()
+    loss = function(problem.tokens, hidden, weight)
+    return Outcome(loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
+
+
+def _bare_products(problem: Problem) -> list[Contender]:
+    """Into buffers that are there, from operands that are already upcast: no cast, no allocation in their time."""
+    operands = [(GEMMS, problem.hidden, problem.weight)]
+    if problem.weight.dtype != torch.float32:
+        operands.append((GEMMS_FP32, problem.hidden.float(), problem.weight.float()))
+    size = min(len(problem.hidden), problem.plan().rows)
+    result = []
+    for name, hidden, weight in operands:
+        tile = torch.zeros(size, len(weight), dtype=weight.dtype, device=weight.device)
+        buffers = (tile, torch.zeros_like(hidden), torch.zeros_like(weight))
+        result.append(Contender(name, partial(_products, hidden, weight, *buffers)))
+    return result
+
+
+def _products(hidden: Tensor, weight: Tensor, tile: Tensor, d_hidden: Tensor, d_weight: Tensor) -> Outcome:
+    with torch.no_grad():
+        for top in range(0, len(hidden), len(tile)):
+            x = hidden[top : top + len(tile)]
+            logits = tile[: len(x)]
+            torch.mm(x, weight.t(), out=logits)
+            torch.mm(logits, weight, out=d_hidden[top : top + len(tile)])
+            if top:
+                d_weight.addmm_(logits.t(), x)
+            else:
+                torch.mm(logits.t(), x, out=d_weight)
+    return Outcome()
