@@ -269,6 +269,8 @@ def assert_agrees(got: Result, want: Result, fp32: Rounding, dtype: torch.dtype,
             f"{label} {name}: error {error:.3e} over budget {budget:.3e} ({actual} against {expected})"
         )
     stored = largest(store(want.grad, dtype, got.output.backend) - want.grad)
-    budget = 2 * (stored + fp32.grad) + 8 * F32 * largest(want.grad)
+    # vespo's factor is a product over the sequence to a power up to 3: so is its relative rounding
+    units = 24 if label.startswith("vespo") else 8
+    budget = 2 * (stored + fp32.grad) + units * F32 * largest(want.grad)
     error = largest(got.grad - want.grad)
     assert error <= budget, f"{label} gradient: error {error:.3e} over budget {budget:.3e}"

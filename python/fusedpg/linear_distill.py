@@ -14,7 +14,7 @@ from torch import Tensor
 from . import dispatch, distill_ops, ops
 from .distill_ops import weighted_sum
 from .linear_ops import _no_autocast
-from .linear_plan import LEAST_ROWS, MIB, LinearPlan, Mode, plan_linear
+from .linear_plan import LEAST_ROWS, MIB, LinearPlan, Mode, plan_linear, whole_rows_workspace
 from .linear_stages import Gradients, gradient_dtype
 from .linear_walk import Head, LinearWalk, default_workspace
 
@@ -54,20 +54,18 @@ def _chunk_plan(
     student: tuple[Tensor, Any, Any], teacher: tuple[Tensor, Any, Any], workspace: int, wanted: tuple[bool, ...]
 ) -> LinearPlan:
     """Rows of whole logits for two tiles, or an error that names the workspace."""
-    given = workspace or default_workspace(student[0].device)
     heads = [Head(*side) for side in (student, teacher) if side[1] is not None]
-    plans = []
-    for head in heads:
-        shape = head.shape(gradient=any(wanted), weight_gradient=wanted[1])
-        plans.append(plan_linear(shape, given // 2))
-    plan = min(plans, key=lambda p: p.rows)
-    vocab = heads[0].weight.shape[0]
-    if plan.columns < vocab:
-        needed = max(2 * (LEAST_ROWS * (h.shape(True, False).stride * 4 + h.weight.shape[1] * 16)) for h in heads)
+    shapes = [head.shape(gradient=any(wanted), weight_gradient=wanted[1]) for head in heads]
+    needed = 2 * max(map(whole_rows_workspace, shapes))
+    device, vocab = student[0].device, shapes[0].vocab
+    given = workspace or max(needed, *(default_workspace(device, shape) for shape in shapes))
+    if given < needed:
         raise ValueError(
-            f"workspace_mib: expected at least about {needed / MIB:.0f}, two tiles of {LEAST_ROWS} rows of {vocab} "
-            f"logits; got {given / MIB:.0f}; a divergence needs whole rows: raise it"
+            f"workspace_mib: expected at least {needed / MIB:.2g}, two tiles of {LEAST_ROWS} rows of {vocab} logits; "
+            f"got {given / MIB:.2g}; a divergence needs whole rows: raise it, or pass None"
         )
+    plans = [plan_linear(shape, given // 2) for shape in shapes]
+    plan = min(plans, key=lambda p: p.rows)
     return LinearPlan(
         Mode.TOKENS, plan.rows, vocab, max(p.cast_columns for p in plans), 2 * plan.workspace, plan.accumulator, 4
     )

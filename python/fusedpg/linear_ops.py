@@ -36,7 +36,7 @@ _WANTED = "bool want_hidden, bool want_weight, bool want_bias"
 
 def _plan(head: Head, workspace: int, gradient: bool, weight_gradient: bool, **options: Any) -> LinearPlan:
     shape = head.shape(gradient, weight_gradient)
-    return plan_linear(shape, workspace or default_workspace(head.hidden.device), **options)
+    return plan_linear(shape, workspace or default_workspace(head.hidden.device, shape), **options)
 
 
 def _computed(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -135,6 +135,12 @@ def plan_linear(
     return _vocabulary_blocks(shape, workspace, mode, products)
 
 
+def whole_rows_workspace(shape: LinearShape) -> int:
+    """The least workspace that holds whole rows: a default below it would cut a row where memory is short."""
+    cast_columns = min(CAST_COLUMNS, shape.stride) if shape.cast else 0
+    return _bytes(replace(shape, gradient=True), max(LEAST_ROWS, shape.granule), shape.stride, cast_columns)
+
+
 def _bytes(shape: LinearShape, rows: int, columns: int, cast_columns: int) -> int:
     """Tile, the chunk's hidden states and their gradient, the cast block of the weight, the gathered block."""
     gathered = rows * min(columns, CAST_COLUMNS) if shape.gradient else 0

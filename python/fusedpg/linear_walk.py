@@ -14,7 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linear_plan import ACCELERATOR_GRANULE, CAST_COLUMNS, COLUMNS, GRANULE, MIB, LinearPlan, LinearShape, row_stride
+from .linear_plan import (
+    ACCELERATOR_GRANULE,
+    CAST_COLUMNS,
+    COLUMNS,
+    GRANULE,
+    MIB,
+    LinearPlan,
+    LinearShape,
+    row_stride,
+    whole_rows_workspace,
+)
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -53,13 +63,17 @@ class Head:
         )
 
 
-def default_workspace(device: torch.device) -> int:
-    """Bytes: an eighth of the free memory, down to a power of two, within 64 MiB and 512 MiB (2 GiB on a GPU)."""
+def default_workspace(device: torch.device, shape: LinearShape) -> int:
+    """Bytes: an eighth of the free memory, down to a power of two, within 64 MiB and 512 MiB (2 GiB on a GPU).
+
+    At least what whole rows take, so that a row's bits do not follow the free memory.
+    """
     if device.type == "cpu":
         free, most = _available_memory(), 512 * MIB
     else:
         free, most = torch.get_device_module(device.type).mem_get_info(device)[0], 2048 * MIB
-    return max(64 * MIB, min(most, 1 << max(0, (free // 8).bit_length() - 1)))
+    share = max(64 * MIB, min(most, 1 << max(0, (free // 8).bit_length() - 1)))
+    return max(share, whole_rows_workspace(shape))
 
 
 def _available_memory() -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedpg import linear_token_logprobs, loss_spec, policy_loss_from_hidden
-from fusedpg.linear_plan import MIB, LinearPlan, plan_linear
+from fusedpg.linear_plan import MIB, LinearPlan, LinearShape, plan_linear
 from fusedpg.linear_walk import Head, default_workspace
 
 from . import hidden_rivals, rivals
@@ -85,21 +85,30 @@ class Problem:
             self, tokens=Tokens(old.targets, old.logp_old, old.sequence_advantages.where(some, 0.0), old.mask)
         )
 
+    @property
+    def shape(self) -> LinearShape:
+        """What the planner sees of loss and gradients."""
+        return Head(self.hidden.unsqueeze(0), self.weight, None).shape(gradient=True, weight_gradient=True)
+
+    @property
+    def workspace(self) -> int:
+        """The default, in bytes."""
+        return default_workspace(self.hidden.device, self.shape)
+
     def plan(self, workspace: int = 0) -> LinearPlan:
         """Ours for loss and gradients, in some bytes of workspace."""
-        shape = Head(self.hidden.unsqueeze(0), self.weight, None).shape(gradient=True, weight_gradient=True)
-        return plan_linear(shape, workspace or default_workspace(self.hidden.device))
+        return plan_linear(self.shape, workspace or self.workspace)
 
     def small_workspace(self) -> int:
         """The fewest MiB that hold a quarter of the rows (and no fewer than three products need)."""
-        for mib in range(1, default_workspace(self.hidden.device) // MIB):
+        for mib in range(1, self.workspace // MIB):
             try:
                 plan = self.plan(mib * MIB)
             except ValueError:
                 continue
             if plan.products == 3 and plan.rows >= len(self.hidden) // 4:
                 return mib
-        return default_workspace(self.hidden.device) // MIB
+        return self.workspace // MIB
 
 
 def sequences(tokens: int) -> int:
