@@ -20,8 +20,9 @@ ACCELERATOR_GRANULE = 512
 COLUMNS = 16
 #: fewer rows of a chunk cost more, more save no time
 LEAST_ROWS, MOST_ROWS = 128, 4096
-#: columns of the weight that are cast, or of the gradient that are gathered, at a time: what the caches hold
-CAST_COLUMNS = 2048
+#: columns of the weight that are cast, or of the gradient that are gathered, at a time: what the caches of a CPU hold,
+#: and what keeps the products of an accelerator large
+CAST_COLUMNS, ACCELERATOR_COLUMNS = 2048, 16_384
 #: columns of a vocabulary block of two passes
 BLOCK_COLUMNS = 8208
 
@@ -90,6 +91,11 @@ class LinearShape:
         """Elements from one row of the tile to the next."""
         return row_stride(self.vocab)
 
+    @property
+    def block(self) -> int:
+        """Columns that are cast or gathered at a time."""
+        return min(CAST_COLUMNS if self.granule == GRANULE else ACCELERATOR_COLUMNS, self.stride)
+
 
 def row_stride(columns: int) -> int:
     """A multiple of `COLUMNS`; not one of 1024, at which the rows of a column crowd into a few sets of the caches."""
@@ -116,7 +122,7 @@ def plan_linear(
     Raises:
         ValueError: a workspace that not even one block of the fewest rows by 16 columns fits in.
     """
-    cast_columns = min(CAST_COLUMNS, shape.stride) if shape.cast else 0
+    cast_columns = shape.block if shape.cast else 0
     # a call without a gradient cuts the vocabulary like one with: the log-probs of both have the same bits
     trained = replace(shape, gradient=True)
     rows = _rows_that_fit(trained, workspace, cast_columns)
@@ -137,13 +143,13 @@ def plan_linear(
 
 def whole_rows_workspace(shape: LinearShape) -> int:
     """The least workspace that holds whole rows: a default below it would cut a row where memory is short."""
-    cast_columns = min(CAST_COLUMNS, shape.stride) if shape.cast else 0
+    cast_columns = shape.block if shape.cast else 0
     return _bytes(replace(shape, gradient=True), max(LEAST_ROWS, shape.granule), shape.stride, cast_columns)
 
 
 def _bytes(shape: LinearShape, rows: int, columns: int, cast_columns: int) -> int:
     """Tile, the chunk's hidden states and their gradient, the cast block of the weight, the gathered block."""
-    gathered = rows * min(columns, CAST_COLUMNS) if shape.gradient else 0
+    gathered = rows * min(columns, shape.block) if shape.gradient else 0
     hidden = rows * shape.width * (2 if shape.gradient else 1)
     return shape.itemsize * (rows * columns + hidden + gathered + cast_columns * shape.width)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .linear_plan import (
+    ACCELERATOR_COLUMNS,
     ACCELERATOR_GRANULE,
     CAST_COLUMNS,
     COLUMNS,
@@ -93,6 +94,7 @@ class LinearWalk:
         device, compute = head.hidden.device, head.compute
         self._step = plan.rows if device.type == "cpu" else ACCELERATOR_GRANULE
         self._granule = GRANULE if device.type == "cpu" else ACCELERATOR_GRANULE
+        self._block = min(CAST_COLUMNS if device.type == "cpu" else ACCELERATOR_COLUMNS, plan.columns)
         stride = row_stride(self.vocab) if plan.columns == self.vocab else plan.columns
         width = -(-self.width // COLUMNS) * COLUMNS
         self._tile = torch.empty(plan.rows, stride, dtype=compute, device=device)
@@ -156,7 +158,7 @@ class LinearWalk:
         """
         x = x[: gradient.shape[0]] if keep is None else x.index_select(0, keep)
         gathers = keep is not None or self.head.operands != gradient.dtype
-        step = min(self.plan.cast_columns or CAST_COLUMNS, CAST_COLUMNS) if gathers else self.plan.cast_columns
+        step = min(self.plan.cast_columns or self._block, self._block) if gathers else self.plan.cast_columns
         for lo, hi in _ranges(begin, end, step):
             g = gradient[:, lo - begin : hi - begin]
             g = self._gather(g, keep) if gathers else g
@@ -171,8 +173,7 @@ class LinearWalk:
         if keep is None:
             return g
         if self._gathered is None:
-            columns = min(self.plan.columns, CAST_COLUMNS)
-            self._gathered = torch.empty(self.plan.rows * columns, dtype=g.dtype, device=g.device)
+            self._gathered = torch.empty(self.plan.rows * self._block, dtype=g.dtype, device=g.device)
         out = self._gathered[: keep.numel() * g.shape[1]].view(keep.numel(), g.shape[1])
         return torch.index_select(g, 0, keep, out=out)
 

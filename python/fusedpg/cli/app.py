@@ -33,6 +33,7 @@ class Suite(str, Enum):
     HIDDEN = "hidden"
     LOSS = "loss"
     DISTILL = "distill"
+    TRL = "trl"
     ACCURACY = "accuracy"
     ALL = "all"
 

@@ -9,13 +9,13 @@ import torch
 
 from fusedpg import dispatch
 
-from . import accuracy, bench_distill, bench_logits, bench_loss, hidden_section, memory
+from . import accuracy, bench_distill, bench_logits, bench_loss, bench_trl, hidden_section, memory
 from .report import Section, Target, broken, megabytes, milliseconds, refusals, speed_target, times, worst_error
 from .timing import Row, Tick, measure, ticks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOGITS_ROWS, LOSS_ROWS = 9, 3
-SUITES = ("logits", "hidden", "loss", "distill", "accuracy")
+SUITES = ("logits", "hidden", "loss", "distill", "trl", "accuracy")
 #: of the hidden suite, beside that of the other suites
 SMALL_VOCAB = 32_768
 
@@ -64,6 +64,8 @@ def total_ticks(options: Options) -> int:
     if "distill" in options.suites:
         rows = 2 + (bench_distill.liger_refusal(torch.device(options.device)) is None)
         total += len(options.dtypes) * len(bench_distill.DIVERGENCES) * ticks(rows, options.rounds)
+    if "trl" in options.suites:
+        total += bench_trl.count(options.rounds)
     if "accuracy" in options.suites:
         total += accuracy.cases(tuple(DTYPES[name] for name in options.accuracy_dtypes))
     return total
@@ -86,6 +88,10 @@ def run(options: Options, tick: Tick = lambda what: None) -> Iterator[Section]:
         for name in options.dtypes:
             for divergence in bench_distill.DIVERGENCES:
                 yield distill_section(options, name, divergence, device, tick)
+    if "trl" in options.suites:
+        table = bench_trl.section(options.vocab, options.rounds, tick)
+        if table is not None:
+            yield table
     if "accuracy" in options.suites:
         yield accuracy_section(options, device, tick)
 

@@ -73,7 +73,7 @@ def fused_loss(
     reduce = _own_reducer(args, batch) or sum_of_sample_mean
     loss = reduce(x)
     if logp.numel() == 0:
-        loss = loss + 0.0 * logits.sum()
+        loss = loss + lp.logp.sum()  # zeros, connected whatever the logits hold
     with torch.no_grad():
         reported = {"loss": loss.detach()}
         if not spec.has_kl and not spec.entropy_coef:
