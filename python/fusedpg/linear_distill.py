@@ -215,8 +215,7 @@ def _backward(ctx: Any, g_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         *tensors, scale = ctx.saved_tensors
         grads = op(*tensors, scale * g_loss, *ctx.plain[:4], *wanted, *ctx.plain[7:])[5:]
     else:
-        for grad in grads:
-            ops.rescale_any(grad, g_loss, ctx.plain[-1])
+        grads = [ops.rescale_any(grad, g_loss, ctx.plain[-1]) for grad in grads]
     held = zip(grads, wanted, ctx.dtypes, strict=True)
     return (*(grad.to(dtype) if want else None for grad, want, dtype in held), *none)
 

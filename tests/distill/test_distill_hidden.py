@@ -159,6 +159,23 @@ def test_frozen_head_and_scoring_skip_products(monkeypatch):
         assert len(calls) == 2
 
 
+def test_in_a_compiled_graph():
+    """Value and gradients of `fullgraph=True`, under an upstream gradient."""
+    student, teacher, mask = make(torch.float32)
+
+    def loss(*leaves):
+        return 3 * distillation_loss(HiddenStates(*leaves), teacher, mask=mask, divergence="jsd").loss
+
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = leaves_of(student)
+        value = function(*leaves)
+        value.backward()
+        results.append((value.detach(), *(leaf.grad for leaf in leaves)))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 130])
 def test_nothing_selected(rows):
     hidden = torch.full((rows, 4), torch.nan, requires_grad=True)
