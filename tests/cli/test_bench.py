@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from fusedpg import policy_loss_from_logits
-from fusedpg.cli import bench, bench_distill, bench_logits, rivals
+from fusedpg.cli import bench, bench_distill, bench_logits, bench_trl, rivals
 from fusedpg.cli.app import app
 from fusedpg.cli.report import Target
 from fusedpg.cli.timing import Contender, Outcome, Verdict, measure
@@ -28,7 +28,8 @@ def test_all_suites_print_tables_and_write_json(tmp_path):
     result = run("--json", str(path))
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
-    assert [s["suite"] for s in record["sections"]] == ["P1", "P1", "P2", "P2", "P4", *["distill"] * 6, "P7"]
+    trl = ["trl"] if bench_trl.refusal() is None else []
+    assert [s["suite"] for s in record["sections"]] == ["P1", "P1", "P2", "P2", "P4", *["distill"] * 6, *trl, "P7"]
     assert {"fusedpg", "torch", "python", "cpu", "isa", "threads", "backend"} <= set(record["machine"])
     for section in record["sections"][:-1]:
         assert section["backend"] == record["machine"]["backend"]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedpg.dispatch import resolve
+
 from . import memory
 from .report import Section, broken, megabytes, milliseconds, refusals, speed_target, times, worst_error
 from .timing import Contender, Outcome, Row, Tick, Verdict, measure, ticks
@@ -159,6 +161,11 @@ def _table(rows: dict[str, Row], run: Run, vocab: int, rounds: int) -> Section:
             f"memory; {memory.HOW['cpu']}",
             *refusals(list(rows.values())),
         ],
-        record={"suite": "trl", "vocab": vocab, "rows": [row.to_json() for row in rows.values()]},
+        record={
+            "suite": "trl",
+            "vocab": vocab,
+            "backend": resolve("auto", model.device, torch.float32),
+            "rows": [row.to_json() for row in rows.values()],
+        },
         broken=broken(list(rows.values())),
     )
