@@ -10,7 +10,7 @@ import torch
 from fusedpg import dispatch
 
 from . import accuracy, bench_distill, bench_logits, bench_loss, bench_trl, hidden_section, memory
-from .report import Section, Target, broken, megabytes, milliseconds, refusals, speed_target, times, worst_error
+from .report import Section, Target, broken, refusals, row_cells, speed_target
 from .timing import Row, Tick, measure, ticks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,17 +107,7 @@ def logits_section(options: Options, dtype: str, device: torch.device, tick: Tic
     return Section(
         title=f"P1: policy loss and gradient from logits, {dtype}, N = {options.tokens}, V = {options.vocab}",
         columns=["what", "median ms", "min ms", "GB/s (1R+1W)", "time / in place", "extra MB", "error loss / grad"],
-        cells=[
-            [
-                row.name,
-                *milliseconds(row),
-                f"{problem.bytes / row.median / 1e9:.1f}" if row.samples else "-",
-                times(row, ours),
-                megabytes(row.peak_bytes),
-                worst_error(row),
-            ]
-            for row in rows
-        ],
+        cells=[row_cells(row, ours, problem.bytes) for row in rows],
         targets=_logits_targets(by_name, ours, logits_bytes),
         notes=[
             f"{options.rounds} rounds interleaved in one process, inputs restored before each run outside its time; "
@@ -159,10 +149,7 @@ def loss_section(options: Options, device: torch.device, tick: Tick) -> Section:
     return Section(
         title=f"P4: policy loss and gradient from log-probs with metrics, fp32, {tokens.logp.numel()} tokens",
         columns=["what", "median ms", "min ms", "time / fusedpg", "extra MB", "error loss / grad"],
-        cells=[
-            [row.name, *milliseconds(row), times(row, ours), megabytes(row.peak_bytes), worst_error(row)]
-            for row in rows
-        ],
+        cells=[row_cells(row, ours) for row in rows],
         targets=[speed_target(f"against {name}", by_name.get(name), ours, bound) for name, bound in bench_loss.TARGETS],
         notes=[
             f"shape {tuple(tokens.logp.shape)}, {selected:.0f} % of the places selected; "
@@ -185,17 +172,7 @@ def distill_section(options: Options, dtype: str, divergence: str, device: torch
     return Section(
         title=f"Distillation, {divergence} and its gradient, {dtype}, N = {tokens}, V = {options.vocab}",
         columns=["what", "median ms", "min ms", "GB/s (2R+1W)", "time / fusedpg", "extra MB", "error loss / grad"],
-        cells=[
-            [
-                row.name,
-                *milliseconds(row),
-                f"{problem.bytes / row.median / 1e9:.1f}" if row.samples else "-",
-                times(row, ours),
-                megabytes(row.peak_bytes),
-                worst_error(row),
-            ]
-            for row in rows
-        ],
+        cells=[row_cells(row, ours, problem.bytes) for row in rows],
         targets=[speed_target("against torch eager", by_name[bench_distill.EAGER], ours, bench_distill.TARGET)],
         notes=[
             f"student and teacher logits of {problem.bytes / 3e6:.0f} MB each; the extra memory holds the gradient",

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedpg import distillation_loss
 
 from .bench_logits import TOLERANCE, Tolerance
-from .timing import Contender, Outcome, Verdict
+from .timing import Contender, Outcome, Verdict, judged
 
 OURS, EAGER = "fusedpg", "torch eager"
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
@@ -143,5 +143,4 @@ def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outco
     grad_error = (difference / grad.abs().amax(-1)).max().item()
     errors = {"loss": loss_error, "grad": grad_error}
     limits = {"loss": tolerance.loss, "grad": tolerance.grad}
-    bad = [f"{k} error {errors[k]:.1e} > {limits[k]:.1e}" for k in errors if not errors[k] <= limits[k]]
-    return Verdict(errors, "; ".join(bad) or None)
+    return judged(errors, limits)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedpg import LossSpec, loss_spec, policy_loss_from_logits
 
 from . import rivals
-from .timing import Contender, Outcome, Verdict
+from .timing import Contender, Outcome, Verdict, judged
 
 INPLACE, OUT_OF_PLACE = "fusedpg in place", "fusedpg out of place"
 EAGER, COMPILED = "torch eager", "torch.compile"
@@ -204,5 +204,4 @@ def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outco
     grad_error = (difference / grad.abs().amax(-1)).max()
     errors = {"loss": loss_error.item(), "grad": grad_error.item()}
     limits: dict[str, Any] = {"loss": tolerance.loss, "grad": tolerance.grad}
-    bad = [f"{k} error {errors[k]:.1e} > {limits[k]:.1e}" for k in errors if not errors[k] <= limits[k]]
-    return Verdict(errors, "; ".join(bad) or None)
+    return judged(errors, limits)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedpg import LossSpec, loss_spec, policy_loss
 
 from . import rivals
-from .timing import Contender, Outcome, Verdict
+from .timing import Contender, Outcome, Verdict, judged
 
 OURS, EAGER, COMPILED = "fusedpg", "verl's function, eager", "verl's function, torch.compile"
 TARGETS = ((EAGER, 5.0), (COMPILED, 1.0))
@@ -97,5 +97,4 @@ def _judge(loss: Tensor, grad: Tensor, clear: Tensor, outcome: Outcome) -> Verdi
     loss_error = (outcome.loss.double() - loss).abs() / loss.abs().clamp(min=1)
     grad_error = ((outcome.grad.double() - grad).abs() * clear).max() / grad.abs().max()
     errors = {"loss": loss_error.item(), "grad": grad_error.item()}
-    bad = [f"{name} error {value:.1e} > 1.0e-05" for name, value in errors.items() if not value <= 1e-5]
-    return Verdict(errors, "; ".join(bad) or None)
+    return judged(errors, dict.fromkeys(errors, 1e-5))

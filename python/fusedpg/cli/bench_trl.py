@@ -19,8 +19,8 @@ from torch import Tensor
 from fusedpg.dispatch import resolve
 
 from . import memory
-from .report import Section, broken, megabytes, milliseconds, refusals, speed_target, times, worst_error
-from .timing import Contender, Outcome, Row, Tick, Verdict, measure, ticks
+from .report import Section, broken, refusals, row_cells, speed_target
+from .timing import Contender, Outcome, Row, Tick, Verdict, judged, measure, ticks
 
 OURS, STOCK = "FusedGRPOTrainer", "GRPOTrainer"
 ROWS, COMPLETION, PROMPT = 8, 64, 8
@@ -60,25 +60,16 @@ class Run:
 
 def make_run(trainer_class: Any, folder: Path, vocab: int) -> Run:
     """A tiny Qwen3 with a head of `vocab` rows; half of the completions' tokens are padding on average."""
-    from trl import GRPOConfig
-
     from ..certify import tiny_trl
 
-    options: dict[str, Any] = {
-        **tiny_trl.COMMON,
-        "per_device_train_batch_size": ROWS,
-        "num_generations": ROWS,
-        "gradient_accumulation_steps": 1,
-        "max_completion_length": COMPLETION,
-    }
-    args = GRPOConfig(output_dir=str(folder), **options)
-    torch.manual_seed(0)
-    trainer = trainer_class(
+    trainer = tiny_trl.grpo_trainer(
+        folder,
+        trainer_class,
         model=tiny_trl.make_model(folder, vocab=vocab),
-        reward_funcs=tiny_trl.even_ids,
-        args=args,
-        train_dataset=tiny_trl.prompts(),
-        processing_class=tiny_trl.tokenizer(),
+        per_device_train_batch_size=ROWS,
+        num_generations=ROWS,
+        gradient_accumulation_steps=1,
+        max_completion_length=COMPLETION,
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -117,8 +108,7 @@ def _judge(loss: Tensor, grad: Tensor, outcome: Outcome) -> Verdict:
         "loss": (outcome.loss.double() - loss).abs().item(),
         "d head": ((outcome.grad.double() - grad).abs().max() / grad.abs().max()).item(),
     }
-    bad = [f"{name} error {value:.1e} > 1.0e-04" for name, value in errors.items() if not value <= 1e-4]
-    return Verdict(errors, "; ".join(bad) or None)
+    return judged(errors, dict.fromkeys(errors, 1e-4))
 
 
 def section(vocab: int, rounds: int, tick: Tick) -> Section | None:
@@ -151,10 +141,7 @@ def _table(rows: dict[str, Row], run: Run, vocab: int, rounds: int) -> Section:
         title=f"TRL {version('trl')}: loss and backward of a micro-batch, {ROWS} x {COMPLETION} completion tokens "
         f"({tokens} not padding), V = {vocab}, D = {model.config.hidden_size}",
         columns=["what", "median ms", "min ms", "time / fusedpg", "extra MB", "error loss / d head"],
-        cells=[
-            [row.name, *milliseconds(row), times(row, ours), megabytes(row.peak_bytes), worst_error(row)]
-            for row in rows.values()
-        ],
+        cells=[row_cells(row, ours) for row in rows.values()],
         targets=[speed_target(f"against stock {STOCK}", stock, ours, TARGET)],
         notes=[
             f"{rounds} rounds interleaved; the gradients of all parameters are {gradients / 1e6:.0f} MB of the extra "

@@ -9,7 +9,7 @@ from fusedpg.linear_plan import MIB
 
 from . import bench_hidden, hidden_rivals, memory
 from .bench_hidden import GEMMS, GEMMS_FP32, IDLE, INACTIVE, OURS, SCORE, Problem
-from .report import Section, Target, broken, megabytes, milliseconds, refusals, speed_target, times, worst_error
+from .report import Section, Target, broken, refusals, row_cells, speed_target
 from .timing import Row, Tick, measure, ticks
 
 PRODUCTS_TARGET, RIVAL_TARGET, INACTIVE_TARGET = 1.10, 1.3, 0.6
@@ -36,10 +36,7 @@ def section(
     return Section(
         title=f"P2, P3: policy loss and gradients from hidden states, {name}, N = {tokens}, V = {vocab}, D = {width}",
         columns=["what", "median ms", "min ms", "time / fusedpg", "extra MB", "error loss / d hidden / d weight"],
-        cells=[
-            [row.name, *milliseconds(row), times(row, ours), megabytes(row.peak_bytes), worst_error(row)]
-            for row in rows
-        ],
+        cells=[row_cells(row, ours) for row in rows],
         targets=_targets(problem, by_name, products),
         notes=[
             f"{rounds} rounds interleaved in one process; all tokens active where a row says nothing else",

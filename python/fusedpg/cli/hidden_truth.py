@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .bench_logits import Tolerance
-from .timing import Outcome, Verdict
+from .timing import Outcome, Verdict, judged
 
 #: rows of the weight that are compared besides the targets of the compared rows of hidden
 OTHER_COLUMNS = 4
@@ -93,12 +93,12 @@ def _judge(
     for name, mine, true in zip(("d hidden", "d weight"), got, gradients, strict=True):
         errors[name] = _of_largest(mine.double(), true)
     limits = {"loss": tolerance.loss, "d hidden": tolerance.grad, "d weight": tolerance.grad}
-    return _verdict(errors, limits)
+    return judged(errors, limits)
 
 
 def _judge_logp(logp: Tensor, tolerance: float, outcome: Outcome) -> Verdict:
     assert outcome.loss is not None
-    return _verdict({"logp": (outcome.loss.double() - logp).abs().max().item()}, {"logp": tolerance})
+    return judged({"logp": (outcome.loss.double() - logp).abs().max().item()}, {"logp": tolerance})
 
 
 def _of_largest(got: Tensor, true: Tensor) -> float:
@@ -106,8 +106,3 @@ def _of_largest(got: Tensor, true: Tensor) -> float:
     largest = true.abs().amax(-1)
     scale = torch.where(largest > 0, largest, true.abs().max().clamp(min=torch.finfo(true.dtype).tiny))
     return float(((got - true).abs().amax(-1) / scale).max())
-
-
-def _verdict(errors: dict[str, float], limits: dict[str, float]) -> Verdict:
-    bad = [f"{k} error {errors[k]:.1e} > {limits[k]:.1e}" for k in errors if not errors[k] <= limits[k]]
-    return Verdict(errors, "; ".join(bad) or None)

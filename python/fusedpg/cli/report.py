@@ -95,6 +95,12 @@ def times(row: Row, base: Row) -> str:
     return f"{row.median / base.median:.2f}x" if row.samples and base.samples else "-"
 
 
+def row_cells(row: Row, base: Row, moved: int | None = None) -> list[str]:
+    """A row's cells: name, times, GB/s where the bytes it moves are given, ratio to `base`, memory, errors."""
+    speed = [] if moved is None else [f"{moved / row.median / 1e9:.1f}" if row.samples else "-"]
+    return [row.name, *milliseconds(row), *speed, times(row, base), megabytes(row.peak_bytes), worst_error(row)]
+
+
 def megabytes(count: int | None) -> str:
     """A memory cell."""
     return "n/a" if count is None else f"{count / 1e6:.1f}"

@@ -34,6 +34,12 @@ class Verdict:
     wrong: str | None = None
 
 
+def judged(errors: dict[str, float], limits: dict[str, float]) -> Verdict:
+    """Errors against their limits; NaN is over any."""
+    bad = [f"{k} error {errors[k]:.1e} > {limits[k]:.1e}" for k in errors if not errors[k] <= limits[k]]
+    return Verdict(errors, "; ".join(bad) or None)
+
+
 @dataclass(frozen=True)
 class Contender:
     """One row of a table: `run` is timed, `check` judges what it returned."""
