@@ -274,3 +274,24 @@ def assert_agrees(got: Result, want: Result, fp32: Rounding, dtype: torch.dtype,
     budget = 2 * (stored + fp32.grad) + units * F32 * largest(want.grad)
     error = largest(got.grad - want.grad)
     assert error <= budget, f"{label} gradient: error {error:.3e} over budget {budget:.3e}"
+
+
+class CountedCompiler:
+    """AOTAutograd without code generation: what fullgraph and the fakes are tested on, in a fraction of the time."""
+
+    def __init__(self) -> None:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.compilations = 0
+
+        def forward(graph, inputs):
+            self.compilations += 1
+            return make_boxed_func(graph.forward)
+
+        self._compile = aot_autograd(
+            fw_compiler=forward, bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward)
+        )
+
+    def __call__(self, graph, inputs):
+        return self._compile(graph, inputs)

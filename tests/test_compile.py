@@ -5,7 +5,7 @@ import torch
 
 import fusedpg
 from fusedpg import ops
-from support import backend_device, make_case, spec_for
+from support import CountedCompiler, backend_device, make_case, spec_for
 
 
 def compiled_step(backend: str, spec):
@@ -30,14 +30,8 @@ def test_fullgraph_dynamic_shapes(terms: str, native_backend: str):
     """N = 5, 6, 1, 17 with at most one recompilation, equal to eager in value and gradient."""
     spec = spec_for("ppo_clip", "token-mean", terms)
     step = compiled_step(native_backend, spec)
-    compilations = 0
-
-    def count(graph, inputs):
-        nonlocal compilations
-        compilations += 1
-        return graph
-
-    fast = torch.compile(step, fullgraph=True, dynamic=True, backend=_aot(count))
+    compiler = CountedCompiler()
+    fast = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
     device = backend_device(native_backend)
     for n in (5, 6, 17, 9):
         args = (
@@ -55,18 +49,7 @@ def test_fullgraph_dynamic_shapes(terms: str, native_backend: str):
             results.append((loss.detach(), clip, logp, x.grad))
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    assert compilations == 1
-
-
-def _aot(count):
-    """AOTAutograd without code generation: what fullgraph and the fakes are tested on, in a fraction of the time."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    return aot_autograd(
-        fw_compiler=lambda graph, inputs: make_boxed_func(count(graph, inputs).forward),
-        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
-    )
+    assert compiler.compilations == 1
 
 
 def test_inductor_end_to_end():

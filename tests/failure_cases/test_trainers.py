@@ -1,7 +1,5 @@
 """Cases of the trainers' seams: adapters on the head, wrappers, options that a fused path would drop, idle ranks."""
 
-import multiprocessing
-import socket
 import types
 
 import pytest
@@ -9,41 +7,7 @@ import torch
 from cases import random, random_ids
 
 import fusedpg
-
-
-def of_ranks(function, *arguments):
-    """What `function(rank, *arguments)` returns on each of two gloo processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_on_rank, args=(rank, port, results, function, arguments), daemon=True)
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        found = dict(results.get(timeout=120) for _ in workers)
-    finally:
-        for worker in workers:
-            worker.join(timeout=10)
-            worker.kill()
-    assert not any(isinstance(value, Exception) for value in found.values()), found
-    return [found[rank] for rank in range(2)]
-
-
-def _on_rank(rank, port, results, function, arguments):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        results.put((rank, function(rank, *arguments)))
-    except Exception as error:
-        results.put((rank, error))
-        raise
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+from processes import on_each
 
 
 class Model(torch.nn.Module):
@@ -71,6 +35,8 @@ class Model(torch.nn.Module):
 
 
 def _step(rank, masked_rank, poison):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
     model = Model()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     ids, targets = (random_ids(11, 2, 4, seed=2 * rank + i) for i in range(2))
@@ -88,7 +54,7 @@ def _step(rank, masked_rank, poison):
 @pytest.mark.parametrize("poison", [False, True])
 def test_case_020_a_rank_with_nothing_to_train_on(poison):
     """lightseekorg/TorchSpec#32: sharded training hangs where one rank's parameters take no part in the exchange."""
-    ranks = of_ranks(_step, 1, poison)
+    ranks = on_each(_step, 1, poison)
     alone = Model()
     ids, targets = (random_ids(11, 2, 4, seed=i) for i in range(2))
     alone(ids, targets, torch.ones(2, 4)).backward()
@@ -99,7 +65,7 @@ def test_case_020_a_rank_with_nothing_to_train_on(poison):
 
 def test_case_122_replicas_stay_equal():
     """huggingface/trl#3260: replicas drift apart where the fused loss is called on an unwrapped submodule."""
-    (first, parameters), (second, others) = of_ranks(_step, None, False)
+    (first, parameters), (second, others) = on_each(_step, None, False)
     assert first == second
     assert parameters == others
     assert any(torch.tensor(g).any() for g in first)

@@ -199,10 +199,11 @@ def other(kind, path, after=None):
     args = config(output_dir=str(path / "out"), max_steps=3, **common)
     more = {"reward_funcs": tiny_trl.even_ids} if kind == "rloo" else {}
     data = tiny_trl.prompts() if kind == "rloo" else Dataset.from_list(rows(kind))
+    source = make_model(path)
     with tiny_trl.one_thread():
         torch.manual_seed(0)
         trainer = trainer_class(
-            model=make_model(path), args=args, train_dataset=data, processing_class=tiny_trl.tokenizer(), **more
+            model=source, args=args, train_dataset=data, processing_class=tiny_trl.tokenizer(), **more
         )
         if after is not None:
             after(trainer)

@@ -1,18 +1,15 @@
 """The engine's model sharded by FSDP2 over two processes: each parameter's gradient is that of stock scoring."""
 
-import multiprocessing
-import os
-import socket
-
 import pytest
 import tiny_verl
+
+from processes import on_each
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), tiny_verl.needs_verl]
 
 
-def run(rank, port, results):
+def run(rank):
     """Stock and fused on one process, different tokens on each."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +19,7 @@ def run(rank, port, results):
     verl = tiny_verl.load()
     from test_verl_engine import engine_of, step, tiny_model, tokens
 
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for fused in (False, True):
@@ -36,30 +33,15 @@ def run(rank, port, results):
         output, grads = step(engine_of(cls, model), tokens(0.8, seed=rank))
         whole = {name: grad.full_tensor().tolist() for name, grad in grads.items()}
         found.append((output["log_probs"].values().tolist(), whole))
-    results.put((rank, found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def test_two_processes():
     """Failure case 122: scoring inside the wrapped forward leaves the ranks with one gradient."""
     import torch
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [context.Process(target=run, args=(rank, port, results)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    try:
-        found = dict(results.get(timeout=240) for _ in workers)
-    finally:
-        for worker in workers:
-            worker.join(timeout=20)
-            worker.kill()
-    for (stock, grads), (fused, ours) in found.values():
+    found = on_each(run)
+    for (stock, grads), (fused, ours) in found:
         torch.testing.assert_close(torch.tensor(fused), torch.tensor(stock), atol=2e-6, rtol=2e-6)
         assert set(ours) == set(grads)
         for name, grad in grads.items():
