@@ -50,8 +50,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(path: Path, *, vocab: int = VOCAB, tie: bool = False, softcap: float | None = None) -> str:
+def make_model(path: Path, *, vocab: int = VOCAB, tie: bool = False) -> str:
     """A saved model, so that a reference can be loaded beside it; a tenth of the vocabulary ends a completion."""
+    where = path / "model"
+    if where.exists():
+        return str(where)
     torch.manual_seed(0)
     tok = tokenizer()
     config = Qwen3Config(
@@ -68,14 +71,10 @@ def make_model(path: Path, *, vocab: int = VOCAB, tie: bool = False, softcap: fl
         bos_token_id=tok.bos_token_id,
         eos_token_id=tok.eos_token_id,
     )
-    if softcap is not None:
-        config.final_logit_softcapping = softcap
     model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = [tok.eos_token_id, *range(vocab - vocab // 10, vocab)]
-    where = path / "model"
-    if not where.exists():
-        model.save_pretrained(where)
-        tok.save_pretrained(where)
+    model.save_pretrained(where)
+    tok.save_pretrained(where)
     return str(where)
 
 
@@ -100,25 +99,28 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def grpo(path: Path, trainer_class: Callable[..., Any], *, after: Any = None, model: Any = None, **options: Any) -> Any:
-    """A whole GRPO run; `after(trainer)` is called between construction and training."""
+def grpo_trainer(path: Path, trainer_class: Callable[..., Any], *, model: Any = None, **options: Any) -> Any:
+    """A GRPO trainer of a saved model, ready to train; the same random numbers each time."""
     from trl import GRPOConfig
 
-    args = GRPOConfig(output_dir=str(path / "out"), **{**COMMON, "max_steps": 3, **options})
+    args = GRPOConfig(output_dir=str(path / "out"), **{**COMMON, **options})
     source = make_model(path) if model is None else model
     more = {"eval_dataset": prompts().select(range(4))} if "eval_strategy" in options else {}
+    torch.manual_seed(0)
+    return trainer_class(
+        model=source,
+        reward_funcs=even_ids,
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        **more,
+    )
+
+
+def grpo(path: Path, trainer_class: Callable[..., Any], *, model: Any = None, **options: Any) -> Any:
+    """A whole GRPO run."""
     with one_thread():
-        torch.manual_seed(0)
-        trainer = trainer_class(
-            model=source,
-            reward_funcs=even_ids,
-            args=args,
-            train_dataset=prompts(),
-            processing_class=tokenizer(),
-            **more,
-        )
-        if after is not None:
-            after(trainer)
+        trainer = grpo_trainer(path, trainer_class, model=model, **{"max_steps": 3, **options})
         trainer.train()
     return trainer
 

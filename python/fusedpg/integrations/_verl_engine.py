@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from ..hidden_states import scored_logprobs
-from ._hf_head import backbone_states, base_of, logit_map, plain_head, states
+from ._hf_head import answer, backbone_states, base_of, logit_map, plain_head, states
 
 #: what needs every logit of a token
 _NEEDS_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -38,30 +37,27 @@ def score_in_forward(model: Any, backend: str = "auto") -> None:
     """
     base: Any = base_of(model)
     plain_head(base)
-    inner, mapping = base.forward, logit_map(base)
+    mapping = logit_map(base)
 
-    @functools.wraps(inner)
-    def forward(
-        self: Any,
+    def score(
+        model: Any,
+        labels: Tensor,
         *args: Any,
-        fused_labels: Tensor | None = None,
         fused_temperature: Tensor | float = 1.0,
         fused_entropy: bool = False,
         **kwargs: Any,
-    ) -> Any:
-        if fused_labels is None:
-            return inner(*args, **kwargs)
-        hidden = backbone_states(self, *args, **kwargs).last_hidden_state
+    ) -> ScoredOutput:
+        hidden = backbone_states(model, *args, **kwargs).last_hidden_state
         scored = scored_logprobs(
-            states(self, hidden, mapping),
-            fused_labels,
+            states(model, hidden, mapping),
+            labels,
             temperature=fused_temperature,
             return_entropy=fused_entropy,
             backend=backend,
         )
         return ScoredOutput(scored.logp, scored.entropy)
 
-    base.forward = types.MethodType(forward, base)
+    answer(base, "fused_labels", score)
 
 
 class FusedFSDPEngine(FSDPEngineWithLMHead):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..functional import policy_loss
+from ..objective import sequence_sums
 from ..presets import areal as areal_preset
 from ..presets._areal import options_of
 from ..presets.base import TrainerSpec
@@ -100,12 +101,8 @@ def _advantages(spec: TrainerSpec, values: Tensor, mask: Tensor, cu_seqlens: Ten
     """A sequence's is the mean of its tokens'."""
     if spec.level != Level.SEQUENCE:
         return {"advantages": values}
-    if values.ndim == 2:
-        total, count = torch.where(mask, values, 0.0).sum(1), mask.sum(1)
-    elif cu_seqlens is None:
+    if values.ndim == 1 and cu_seqlens is None:
         raise ValueError("cu_seqlens: importance_sampling_level='sequence' works on sequences; got none; pass it")
-    else:
-        sums = [torch.where(mask, values, 0.0), mask.to(values.dtype)]
-        offsets = cu_seqlens.long()
-        total, count = (torch.segment_reduce(t, "sum", offsets=offsets, unsafe=True, initial=0) for t in sums)
+    terms = (torch.where(mask, values, 0.0), mask.to(values.dtype))
+    total, count = (sequence_sums(t, None if values.ndim == 2 else cu_seqlens) for t in terms)
     return {"sequence_advantages": total / count.clamp(min=1)}

@@ -28,7 +28,7 @@ from ..presets import trl as trl_preset
 from ..presets._trl import options_of
 from ..presets.base import TrainerSpec
 from ..spec import Anchor, Level
-from ._hf_head import backbone_states, base_of, logit_map, masked_ids, plain_head, states
+from ._hf_head import answer, backbone_states, base_of, logit_map, masked_ids, plain_head, states
 
 OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
 _EVERY_OUTPUT = (*OUTPUTS, "log_sum_sq_probs")
@@ -47,11 +47,11 @@ def attach_fused_head(
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         temperature: of the log-probs.
-        outputs: fields to fill; "log_sum_sq_probs" costs one more product.
+        outputs: fields to fill; "log_sum_sq_probs" costs one more product; "mean_logits" stays None under a soft cap.
         backend: as in `linear_token_logprobs`.
 
     Raises:
-        ValueError: an adapter on the head, prompt-learning PEFT, an unknown field, or a field that a soft cap forbids.
+        ValueError: an adapter on the head, prompt-learning PEFT, or an unknown field.
     """
     base = base_of(model)
     plain_head(base)
@@ -118,10 +118,9 @@ def _score(
         fields["mean_logits"] = _mean_logits(scores, mask, temperature)
     if "log_sum_sq_probs" in outputs:
         with torch.no_grad():
-            halved, _, halved_sum = _logprobs(scores, ids, mask, temperature / 2, False, backend)
+            halved, _, _ = _logprobs(scores, ids, mask, temperature / 2, False, backend)
             # log sum p^2 = lse(2z) - 2 lse(z), each from its log-prob of the same label
-            fields["log_sum_sq_probs"] = torch.where(mask, 2 * logp - halved, 0.0).detach()
-            del halved_sum
+            fields["log_sum_sq_probs"] = torch.where(mask, 2 * logp - halved, 0.0)
     total = -logp.sum()
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return FusedCausalLMOutput(loss=total / count, label_mask=mask, **fields)
@@ -258,27 +257,24 @@ def _needs_trl(spec: TrainerSpec, inputs: dict[str, Any]) -> bool:
 
 
 def _accept_objective(base: nn.Module, temperature: float) -> None:
-    """Let the model's forward, inside whatever wraps it, return a micro-batch's loss for `fused_objective=`."""
-    inner, mapping = base.forward, logit_map(base)
+    """Let the model's forward return a micro-batch's loss for `fused_objective=`."""
+    mapping = logit_map(base)
 
-    @functools.wraps(inner)
-    def forward(self: Any, *args: Any, fused_objective: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        if fused_objective is None:
-            return inner(*args, **kwargs)
-        given = dict(fused_objective)
-        spec, targets, fields = given.pop("spec"), given.pop("targets"), given.pop("fields")
-        hidden = backbone_states(self, **given).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-        head: Any = plain_head(self)
+    def loss(model: Any, objective: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        targets = objective["targets"]
+        inputs = {name: objective[name] for name in ("input_ids", "attention_mask")}
+        hidden = backbone_states(model, **inputs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
+        head: Any = plain_head(model)
         with maybe_gather_lm_head_ctx(head.weight, head.bias):
             out: LossOutput = scored_loss(
-                spec,
-                states(self, hidden, mapping),
+                objective["spec"],
+                states(model, hidden, mapping),
                 targets,
                 temperature=temperature,
                 return_entropy=True,
                 metrics="none",
-                **fields,
+                **objective["fields"],
             )
         return out.loss, out.logp, out.entropy
 
-    base.forward = types.MethodType(forward, base)
+    answer(base, "fused_objective", loss)
