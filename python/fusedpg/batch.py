@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import validate
-from .ops import compute_dtype
+from .ops import active_rows, compute_dtype
 from .spec import STREAMS, Anchor, Level, LossSpec
 from .weights import Layout, Weights, inverse_denominator, token_weights
 
@@ -33,10 +33,8 @@ class Batch:
 
     @property
     def active(self) -> Tensor:
-        """Rows whose log-prob is needed, bool (N,): tokens of the policy term and of the observation term."""
-        observed = self.stream("obs_weights")
-        rows = self.weights.w != 0
-        return rows if observed is None else rows | (observed != 0)
+        """Rows whose log-prob is needed, bool (N,)."""
+        return active_rows(self.weights.w, self.stream("obs_weights"))
 
     def with_selected(self, selected: Tensor) -> Batch:
         """The same batch with the tokens that a batch-global loss has picked."""

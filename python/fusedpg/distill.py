@@ -27,7 +27,7 @@ from .linear_checks import check_rows_of_hidden, check_workspace
 from .linear_walk import Head
 from .metrics import Metrics
 from .ops import compute_dtype
-from .rows import rows3d
+from .rows import as_batch, rows3d
 from .weights import Weights, inverse_denominator, token_weights
 
 __all__ = ["DISTILL_METRIC_NAMES", "DistillMetrics", "DistillOutput", "TopK", "distillation_loss"]
@@ -257,7 +257,7 @@ def _side(scores: Scores) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], 
     """((rows (B, T, D) or logits (B, T, V), weight, bias), what the logits are multiplied by)."""
     if isinstance(scores, HiddenStates):
         hidden, weight, bias = check_rows_of_hidden(scores.hidden, scores.weight, scores.bias)
-        return (hidden if hidden.ndim == 3 else hidden.unsqueeze(0), weight, bias), scores.logit_scale
+        return (as_batch(hidden), weight, bias), scores.logit_scale
     return (rows3d(scores), None, None), 1.0
 
 

@@ -21,7 +21,7 @@ from .builders import require_context
 from .config import DPOConfig
 from .hidden_states import scored_logprobs
 from .metric_adapter import OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
-from .objective import Objective, PolicyBatch, Reduction, model_scores
+from .objective import Objective, PolicyBatch, Reduction, model_scores, sequence_sums
 from .old_logp import ReferenceScorer
 from .preflight import check_dpo
 
@@ -80,10 +80,7 @@ def sequence_logprobs(logp: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> 
         raise ValueError("cu_seqlens: packed sequences need their boundaries (S+1,); got None; pass it")
     weights = mask.double()
     values = torch.where(weights != 0, logp.double() * weights, 0.0)
-    if logp.ndim == 2:
-        return values.sum(1)
-    assert cu_seqlens is not None
-    return torch.segment_reduce(values, "sum", lengths=cu_seqlens.long().diff(), initial=0.0)
+    return sequence_sums(values, None if logp.ndim == 2 else cu_seqlens)
 
 
 def preference_loss(h: Tensor, loss_name: str, beta: float, label_smoothing: float = 0.0) -> Tensor:

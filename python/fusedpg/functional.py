@@ -8,7 +8,7 @@ from torch import Tensor
 from . import dispatch, ops, rows, validate
 from .batch import Batch, flat_mask, make_batch
 from .inplace import InplaceLoss
-from .outputs import LogprobOutput, LossOutput, check_metrics, make_output
+from .outputs import LogprobOutput, LossOutput, check_metrics, make_logprobs, make_output
 from .selection import selection_codes
 from .spec import LossSpec
 
@@ -51,17 +51,13 @@ def token_logprobs(
     logit_map = rows.check_rows(logits, targets, temperature, softcap, logit_scale)
     rows_mask = flat_mask(mask, targets, "targets")
     active = None if rows_mask is None else rows_mask != 0
-    rows.check_ids(targets, active, logits)
+    ids = rows.check_ids(targets, active, logits.shape[-1])
     name = dispatch.resolve(backend, logits.device, logits.dtype)
-    ids = targets.reshape(-1).to(torch.int64).contiguous()
     if name == "reference":
         logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, return_entropy)
     else:
         logp, entropy, _, _ = ops.logprob(rows.rows3d(logits), ids, active, *logit_map, return_entropy, name)
-    shape = targets.shape
-    if not return_entropy or entropy is None:
-        return LogprobOutput(logp.view(shape), None, name)
-    return LogprobOutput(logp.view(shape), entropy.view(shape), name)
+    return make_logprobs(logp, entropy, targets, return_entropy, name)
 
 
 def policy_loss_from_logits(
@@ -145,11 +141,10 @@ def policy_loss_from_logits(
     )
     check_metrics(metrics)
     active = batch.active
-    rows.check_ids(targets, active, logits)
+    ids = rows.check_ids(targets, active, logits.shape[-1])
     if inplace:
         validate.check_inplace(logits)
     name = dispatch.resolve(backend, logits.device, logits.dtype)
-    ids = targets.reshape(-1).to(torch.int64).contiguous()
     want_entropy = return_entropy or spec.entropy_coef != 0.0
     if inplace:
         _check_inplace_loss(spec, name)

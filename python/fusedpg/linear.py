@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as project
 
-from . import dispatch, linear_ops, rows, validate
-from .batch import Batch, flat, flat_mask, make_batch
+from . import dispatch, linear_ops, rows
+from .batch import Batch, flat_mask, make_batch
 from .functional import _loss_of_logp
 from .linear_checks import check_head, check_workspace
 from .linear_walk import Head
-from .outputs import LogprobOutput, LossOutput, check_metrics, make_output
+from .outputs import LogprobOutput, LossOutput, check_metrics, make_logprobs, make_output
 from .spec import LossSpec
 
 
@@ -58,24 +58,20 @@ def linear_token_logprobs(
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name.
     """
     hidden, weight, bias = check_head(hidden, weight, bias, targets)
-    logit_map = _logit_map(hidden, weight, targets, temperature, softcap, logit_scale)
+    compute = Head(hidden, weight, bias).compute
+    logit_map = rows.check_logit_map(compute, targets, temperature, softcap, logit_scale)
     workspace = check_workspace(workspace_mib)
     rows_mask = flat_mask(mask, targets, "targets")
     active = None if rows_mask is None else rows_mask != 0
-    _check_ids(targets, active, weight)
-    compute = Head(hidden, weight, bias).compute
+    ids = rows.check_ids(targets, active, weight.shape[0])
     name = dispatch.resolve(backend, hidden.device, compute)
-    ids = targets.reshape(-1).to(torch.int64).contiguous()
     if name == "reference":
         logits = all_logits(hidden, weight, bias, active)
         logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, return_entropy)
     else:
         args = (ids, active, *logit_map, return_entropy, workspace, name)
-        logp, entropy, _, _ = linear_ops.logprob(_rows(hidden), weight, bias, *args)
-    shape = targets.shape
-    if not return_entropy or entropy is None:
-        return LogprobOutput(logp.view(shape), None, name)
-    return LogprobOutput(logp.view(shape), entropy.view(shape), name)
+        logp, entropy, _, _ = linear_ops.logprob(rows.as_batch(hidden), weight, bias, *args)
+    return make_logprobs(logp, entropy, targets, return_entropy, name)
 
 
 def policy_loss_from_hidden(
@@ -135,9 +131,9 @@ def policy_loss_from_hidden(
     if inplace:
         raise ValueError("inplace: expected False: there are no logits here to overwrite; got True; drop the option")
     hidden, weight, bias = check_head(hidden, weight, bias, targets)
-    logit_map = _logit_map(hidden, weight, targets, temperature, softcap, logit_scale)
-    workspace = check_workspace(workspace_mib)
     compute = Head(hidden, weight, bias).compute
+    logit_map = rows.check_logit_map(compute, targets, temperature, softcap, logit_scale)
+    workspace = check_workspace(workspace_mib)
     batch = make_batch(
         spec,
         targets,
@@ -156,9 +152,8 @@ def policy_loss_from_hidden(
     )
     check_metrics(metrics)
     active = batch.active
-    _check_ids(targets, active, weight)
+    ids = rows.check_ids(targets, active, weight.shape[0])
     name = dispatch.resolve(backend, hidden.device, compute)
-    ids = targets.reshape(-1).to(torch.int64).contiguous()
     want_entropy = return_entropy or spec.entropy_coef != 0.0
     if name == "reference" or spec.batch_global:
         if name == "reference":
@@ -166,41 +161,15 @@ def policy_loss_from_hidden(
             logp, entropy = rows.reference_logprobs(logits, ids, active, logit_map, want_entropy)
         else:
             args = (ids, active, *logit_map, want_entropy, workspace, name)
-            logp, entropy, _, _ = linear_ops.logprob(_rows(hidden), weight, bias, *args)
+            logp, entropy, _, _ = linear_ops.logprob(rows.as_batch(hidden), weight, bias, *args)
         loss, per_token, sums = _loss_of_logp(spec, logp, entropy if want_entropy else None, batch, name)
     else:
         args = (*_constants(batch), *logit_map, want_entropy, *_wanted(hidden, weight, bias), workspace, name)
-        out = linear_ops.loss(spec.encode(), _rows(hidden), weight, bias, ids, *args)
+        out = linear_ops.loss(spec.encode(), rows.as_batch(hidden), weight, bias, ids, *args)
         loss, logp, entropy, _, _, per_token, _, _, sums, *_ = out
     return make_output(
         spec, batch, name, loss, logp, entropy if want_entropy else None, per_token, sums, metrics, return_entropy
     )
-
-
-def _logit_map(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[Any, ...]:
-    """(row_temperature, temperature, softcap or 0, logit_scale)."""
-    validate.check_temperature(temperature, targets)
-    scale = validate.check_positive("logit_scale", logit_scale)
-    cap = 0.0 if softcap is None else validate.check_positive("softcap", softcap)
-    if isinstance(temperature, Tensor):
-        return (flat(temperature, Head(hidden, weight, None).compute), 1.0, cap, scale)
-    return (None, float(temperature), cap, scale)
-
-
-def _check_ids(targets: Tensor, active: Tensor | None, weight: Tensor) -> None:
-    validate.check_target_range(targets, None if active is None else active.view(targets.shape), weight.shape[0])
-
-
-def _rows(hidden: Tensor) -> Tensor:
-    """(B, T, D) with whatever strides."""
-    return hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
 
 
 def all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Tensor:
@@ -208,7 +177,7 @@ def all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, active: Tens
     dtype = Head(hidden, weight, bias).compute
     if active is not None:
         hidden = torch.where(active.view(*hidden.shape[:-1], 1), hidden, 0.0)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with linear_ops.no_autocast(hidden):
         return project(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 

@@ -6,6 +6,7 @@ gradient, which goes through the head's two products or back to its rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from . import dispatch, distill_ops, ops
 from .distill_ops import weighted_sum
-from .linear_ops import _no_autocast
-from .linear_plan import LEAST_ROWS, MIB, LinearPlan, Mode, plan_linear, whole_rows_workspace
-from .linear_stages import Gradients, gradient_dtype
+from .linear_ops import no_autocast
+from .linear_plan import LEAST_ROWS, MIB, LinearPlan, plan_linear, whole_rows_workspace
+from .linear_stages import Gradients, add_chunk, gradient_dtype
 from .linear_walk import Head, LinearWalk, default_workspace
 
 _SIDE = "Tensor {0}, Tensor? {0}_weight, Tensor? {0}_bias"
@@ -65,10 +66,8 @@ def _chunk_plan(
             f"got {given / MIB:.2g}; a divergence needs whole rows: raise it, or pass None"
         )
     plans = [plan_linear(shape, given // 2) for shape in shapes]
-    plan = min(plans, key=lambda p: p.rows)
-    return LinearPlan(
-        Mode.TOKENS, plan.rows, vocab, max(p.cast_columns for p in plans), 2 * plan.workspace, plan.accumulator, 4
-    )
+    cast_columns = max(plan.cast_columns for plan in plans)
+    return replace(min(plans, key=lambda plan: plan.rows), cast_columns=cast_columns)
 
 
 def _kernel(
@@ -90,7 +89,7 @@ def _kernel(
     kind, beta, temperature, teacher_temperature, *wanted, workspace, backend = args
     sides = (student, student_weight, student_bias), (teacher, teacher_weight, teacher_bias)
     divergence = (kind, beta, temperature, teacher_temperature)
-    with torch.no_grad(), _no_autocast(student):
+    with torch.no_grad(), no_autocast(student):
         rows = (w != 0).nonzero().view(-1)
         plan = _chunk_plan(*sides, workspace, tuple(wanted))
         sink = _Sink(*sides[0], wanted)
@@ -139,29 +138,21 @@ class _Sink:
 
     def __init__(self, student: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: list[bool]) -> None:
         self.empty = student.new_empty(0)
-        self.logits = torch.zeros_like(student, memory_format=torch.contiguous_format) if weight is None else None
-        if not wanted[0]:
-            self.logits = None if weight is None else self.logits
+        self.logits: Tensor | None = None
         self.gradients: Gradients | None = None
         if weight is not None:
             self.gradients = Gradients(Head(student, weight, bias), wanted, keep_fp16=True)
             self.block = self.gradients.block(0, weight.shape[0])
+        elif wanted[0]:
+            self.logits = torch.zeros_like(student, memory_format=torch.contiguous_format)
 
     def put(self, side: _Logits | _Products, rows: Tensor, gradient: Tensor) -> None:
         """A chunk's d logits (1, n, V)."""
-        if isinstance(side, _Logits):
-            if self.logits is not None:
-                self.logits.view(-1, self.logits.shape[-1])[rows] = gradient[0]
-            return
-        assert self.gradients is not None
-        hidden, walk = self.gradients.hidden, side.walk
-        d_hidden = None
-        if hidden is not None:
-            d_hidden = torch.empty(rows.numel(), walk.width, dtype=gradient.dtype, device=hidden.device)
-        walk.backward(gradient[0], side.x, None, 0, walk.vocab, d_hidden, self.block)
-        self.block.next_chunk()
-        if d_hidden is not None:
-            self.gradients.put_hidden(rows, d_hidden)
+        if isinstance(side, _Products):
+            assert self.gradients is not None
+            add_chunk(side.walk, self.gradients, self.block, gradient, side.x, rows)
+        elif self.logits is not None:
+            self.logits.view(-1, self.logits.shape[-1])[rows] = gradient[0]
 
     def close(self) -> tuple[Tensor, Tensor, Tensor]:
         """(d student, d weight, d bias)."""

@@ -43,7 +43,8 @@ def _computed(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return Head(hidden, weight, None).compute
 
 
-def _no_autocast(hidden: Tensor) -> torch.autocast:
+def no_autocast(hidden: Tensor) -> torch.autocast:
+    """The products' dtypes are the plan's, whatever surrounds the call."""
     return torch.autocast(hidden.device.type, enabled=False)
 
 
@@ -57,7 +58,7 @@ def _logprob_kernel(
     *logit_map, want_entropy, workspace, backend = args
     head = Head(hidden, weight, bias)
     rows = torch.arange(targets.numel(), device=targets.device) if active is None else active.nonzero().view(-1)
-    with torch.no_grad(), _no_autocast(hidden):
+    with torch.no_grad(), no_autocast(hidden):
         plan = _plan(head, workspace, False, False)
         return score(head, plan, targets, rows, LogitMap(*logit_map), want_entropy, backend)
 
@@ -83,7 +84,7 @@ def _grad_kernel(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     row_max, log_sum, entropy, c, e, *logit_map, want_hidden, want_weight, want_bias, workspace, backend = args
     head = Head(hidden, weight, bias)
     stats = RowStats(c, c if entropy is None else entropy, row_max, log_sum)
-    with torch.no_grad(), _no_autocast(hidden):
+    with torch.no_grad(), no_autocast(hidden):
         plan = _plan(head, workspace, True, want_weight, known_coefficients=False)
         gradients = Gradients(head, (want_hidden, want_weight, want_bias), keep_fp16=False)
         differentiate(head, plan, targets, stats, c, e, LogitMap(*logit_map), gradients, backend)
@@ -161,8 +162,8 @@ def _loss_kernel(
     head, wanted = Head(hidden, weight, bias), (want_hidden, want_weight, want_bias)
     constants, mapping = LossConstants(w, scale, streams, cu), LogitMap(*logit_map)
     want_entropy = want_entropy or spec[ENTROPY_COEF] != 0
-    with torch.no_grad(), _no_autocast(hidden):
-        rows = _active(w, streams).nonzero().view(-1)
+    with torch.no_grad(), no_autocast(hidden):
+        rows = ops.active_rows(w, streams[STREAMS.index("obs_weights")]).nonzero().view(-1)
         lengths = sequence_lengths(rows, cu) if segments_needed(spec) and cu is not None else None
         longest = 0 if lengths is None or not lengths.numel() else max(1, int(lengths.max()))
         plan = _plan(head, workspace, any(wanted), want_weight, longest_sequence=longest)
@@ -179,11 +180,6 @@ def _loss_kernel(
             scaled = (c * scale, e * scale if e.numel() else None)
             differentiate(head, plan, targets, stats, *scaled, mapping, gradients, backend)
     return (sums[0] * scale, *stats, per_token, c, e, sums, *gradients.all())
-
-
-def _active(w: Tensor, streams: list[Tensor | None]) -> Tensor:
-    observed = streams[STREAMS.index("obs_weights")]
-    return w != 0 if observed is None else (w != 0) | (observed != 0)
 
 
 def _loss_fake(

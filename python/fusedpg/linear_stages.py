@@ -172,9 +172,7 @@ def differentiate(
             coefficients = (None if e is None else stats.entropy[chunk], c[chunk], None if e is None else e[chunk])
             saved = (stats.row_max[chunk], stats.log_sum[chunk])
             native.logprob_backward(tile, ids, *saved, *coefficients, *logit_map.of(chunk), tile)
-            d_hidden = _chunk_gradient(walk, gradients, chunk.numel())
-            walk.backward(tile[0], x, None, begin, end, d_hidden, block)
-            block.next_chunk()
+            d_hidden = _through_head(walk, gradients, block, tile, x, None, begin, end)
             if d_hidden is not None and total is not None:
                 total[at : at + chunk.numel()] += d_hidden
             elif d_hidden is not None and not whole:
@@ -224,18 +222,27 @@ def fuse(
             spec, tile, targets[chunk], w, scale, streams, cu, *logit_map.of(chunk), want_entropy, tile
         )
         out.put(chunk, result[:4])
-        keep, kept = worth_keeping(result[5], result[6]), chunk
-        if keep is not None:
-            kept = chunk[keep]
-        if kept.numel() == 0:
-            continue
-        d_hidden = _chunk_gradient(walk, gradients, kept.numel())
-        walk.backward(tile[0], x, keep, 0, walk.vocab, d_hidden, block)
-        block.next_chunk()
-        if d_hidden is not None:
-            gradients.put_hidden(kept, d_hidden)
+        add_chunk(walk, gradients, block, tile, x, chunk, worth_keeping(result[5], result[6]))
     gradients.close(block, walk.vocab)
     return out
+
+
+def add_chunk(
+    walk: LinearWalk,
+    gradients: Gradients,
+    block: HeadGradient,
+    tile: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    keep: Tensor | None = None,
+) -> None:
+    """Take in d logits (1, n, V) of some rows; `keep` are those of the tile that have any, None for all."""
+    kept = rows if keep is None else rows[keep]
+    if kept.numel() == 0:
+        return
+    d_hidden = _through_head(walk, gradients, block, tile, x, keep, 0, walk.vocab)
+    if d_hidden is not None:
+        gradients.put_hidden(kept, d_hidden)
 
 
 def worth_keeping(c: Tensor, e: Tensor) -> Tensor | None:
@@ -274,7 +281,21 @@ def _ids(targets: Tensor, chunk: Tensor, begin: int, end: int, whole: bool) -> T
     return torch.where((ids >= begin) & (ids < end), ids - begin, -1)
 
 
-def _chunk_gradient(walk: LinearWalk, gradients: Gradients, rows: int) -> Tensor | None:
-    if gradients.hidden is None:
-        return None
-    return torch.empty(rows, walk.width, dtype=walk.head.compute, device=gradients.hidden.device)
+def _through_head(
+    walk: LinearWalk,
+    gradients: Gradients,
+    block: HeadGradient,
+    tile: Tensor,
+    x: Tensor,
+    keep: Tensor | None,
+    begin: int,
+    end: int,
+) -> Tensor | None:
+    """The products of a chunk's d logits over a range of the vocabulary; d hidden of the kept rows where wanted."""
+    d_hidden = None
+    if gradients.hidden is not None:
+        count = tile.shape[1] if keep is None else keep.numel()
+        d_hidden = torch.empty(count, walk.width, dtype=walk.head.compute, device=tile.device)
+    walk.backward(tile[0], x, keep, begin, end, d_hidden, block)
+    block.next_chunk()
+    return d_hidden

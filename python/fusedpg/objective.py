@@ -170,6 +170,16 @@ def require(name: str, value: Any, who: str) -> Any:
     return value
 
 
+def sequence_sums(values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Sums over each sequence of padded (B, T) or packed (N,) values, (S,); differentiable.
+
+    Sequence by sequence: unlike differences of one running sum these keep a sequence's NaN to itself.
+    """
+    if cu_seqlens is None:
+        return values.sum(1)
+    return torch.segment_reduce(values, "sum", offsets=cu_seqlens.long(), unsafe=True, initial=0)
+
+
 def model_scores(model: Any, batch: Any) -> Scores:
     """`model(batch)`: hidden states with their head, the logits, or an output that holds those as `.logits`."""
     out = model(batch)

@@ -294,6 +294,11 @@ select = _define(
 )
 
 
+def active_rows(w: Tensor, observed: Tensor | None) -> Tensor:
+    """Rows whose log-prob is needed, bool (N,): those of the policy term and of the observation term."""
+    return w != 0 if observed is None else (w != 0) | (observed != 0)
+
+
 def rescale_(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
     """`grad *= factor` for a gradient that is ours; nothing is touched for the usual factor 1."""
     if grad.device.type == "cpu":

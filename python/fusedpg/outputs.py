@@ -20,6 +20,15 @@ class LogprobOutput:
     backend: str
 
 
+def make_logprobs(
+    logp: Tensor, entropy: Tensor | None, targets: Tensor, return_entropy: bool, backend: str
+) -> LogprobOutput:
+    """Flat results of a backend in the shape of the targets; an entropy that was not asked for is dropped."""
+    shape = targets.shape
+    kept = entropy.view(shape) if return_entropy and entropy is not None else None
+    return LogprobOutput(logp.view(shape), kept, backend)
+
+
 @dataclass(frozen=True)
 class LossOutput:
     """One policy loss; see `policy_loss_from_logits` for the fields."""

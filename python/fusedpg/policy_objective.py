@@ -14,7 +14,7 @@ from .functional import policy_loss
 from .hidden_states import Scores, scored_logprobs, scored_loss
 from .metric_adapter import OBJECTIVE_NUMERATOR, OBJECTIVE_WEIGHT_SUM, MetricAdapter, ObjectiveMetrics
 from .metrics import METRIC_NAMES
-from .objective import Objective, PolicyBatch, Reduction, model_scores, require
+from .objective import Objective, PolicyBatch, Reduction, model_scores, require, sequence_sums
 from .old_logp import OldLogpCache, ReferenceScorer
 from .outputs import LossOutput
 from .spec import Anchor, Level, LossSpec, Surrogate
@@ -214,11 +214,7 @@ def _response_means(spec: LossSpec, log_ratio: Tensor, data: PolicyBatch) -> tup
     assert data.sequence_advantages is not None
     chosen = data.mask != 0
     values = (torch.where(chosen, log_ratio, 0.0).double(), chosen.double())
-    if data.cu_seqlens is None:
-        total, tokens = (v.sum(1) for v in values)
-    else:  # unlike differences of one running sum, these keep a sequence's NaN to itself
-        offsets = data.cu_seqlens.long()
-        total, tokens = (torch.segment_reduce(v, "sum", offsets=offsets, unsafe=True, initial=0) for v in values)
+    total, tokens = (sequence_sums(v, data.cu_seqlens) for v in values)
     low, high = spec.log_ratio_clamp
     ratio = (total / tokens.clamp(min=1)).clamp(low, high).exp()
     a = data.sequence_advantages

@@ -21,27 +21,40 @@ def check_rows(
     softcap: float | None,
     logit_scale: float,
 ) -> tuple[Any, ...]:
-    """Check the rows; the logit map (row_temperature, temperature, softcap or 0, logit_scale)."""
+    """Check the rows; their logit map."""
     validate.check_targets(targets)
     validate.check_logits(logits, targets)
+    return check_logit_map(compute_dtype(logits.dtype), targets, temperature, softcap, logit_scale)
+
+
+def check_logit_map(
+    dtype: torch.dtype, targets: Tensor, temperature: float | Tensor, softcap: float | None, logit_scale: float
+) -> tuple[Any, ...]:
+    """How logits become softmax arguments: (row_temperature in `dtype`, temperature, softcap or 0, logit_scale)."""
     validate.check_temperature(temperature, targets)
     scale = validate.check_positive("logit_scale", logit_scale)
     cap = 0.0 if softcap is None else validate.check_positive("softcap", softcap)
     if isinstance(temperature, Tensor):
-        return (flat(temperature, compute_dtype(logits.dtype)), 1.0, cap, scale)
+        return (flat(temperature, dtype), 1.0, cap, scale)
     return (None, float(temperature), cap, scale)
 
 
-def check_ids(targets: Tensor, active: Tensor | None, logits: Tensor) -> None:
-    """Unmasked targets are ids of the vocabulary."""
-    validate.check_target_range(targets, None if active is None else active.view(targets.shape), logits.shape[-1])
+def check_ids(targets: Tensor, active: Tensor | None, vocab: int) -> Tensor:
+    """The targets as flat int64 rows; unmasked ones are ids of the vocabulary."""
+    validate.check_target_range(targets, None if active is None else active.view(targets.shape), vocab)
+    return targets.reshape(-1).to(torch.int64).contiguous()
 
 
 def rows3d(logits: Tensor) -> Tensor:
     """(B, T, V) with unit stride along the vocabulary; a copy only where that stride is not 1."""
     if logits.shape[-1] > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
-    return logits if logits.ndim == 3 else logits.unsqueeze(0)
+    return as_batch(logits)
+
+
+def as_batch(values: Tensor) -> Tensor:
+    """(N, X) packed rows as a batch of one, (1, N, X); padded ones as they are."""
+    return values if values.ndim == 3 else values.unsqueeze(0)
 
 
 def reference_logprobs(
