@@ -260,7 +260,8 @@ def _accept_objective(base: nn.Module, temperature: float) -> None:
     """Let the model's forward return a micro-batch's loss for `fused_objective=`."""
     mapping = logit_map(base)
 
-    def loss(model: Any, objective: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def loss(model: Any, objective: dict[str, Any], **_: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        # a PEFT wrapper passes the inputs on by name, None each: they are in the objective
         targets = objective["targets"]
         inputs = {name: objective[name] for name in ("input_ids", "attention_mask")}
         hidden = backbone_states(model, **inputs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
