@@ -88,7 +88,7 @@ FPG_FN PairPartial<F> pair_partial(const F* x, const F* y, int64_t n, F ks, F kt
     FPG_UNROLL for (int j = 0; j < COUNT; ++j) {
       const int64_t at = i + j * W;
       const V ts = (load(x + at) - V(ms)) * V(ks), tt = (load(y + at) - V(mt)) * V(kt);
-      const V s = exp_nonpositive(ts), t = exp_nonpositive(tt);
+      const V s = exp_of_exponent(ts), t = exp_of_exponent(tt);
       if (KEEP) {
         store(es + at, s);
         if (KIND != DivergenceKind::reverse) store(et + at, t);

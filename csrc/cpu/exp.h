@@ -29,7 +29,7 @@ FPG_FN ReducedExp<V> reduce_exp(V z) {
 }
 
 /// How the vocabulary loops measure exponents: in powers of two for float, of e for double (whose loops call libm).
-/// exp(z) = exp_nonpositive(t) with t = z / EXPONENT_UNIT.
+/// exp(z) = exp_of_exponent(t) with t = z / EXPONENT_UNIT.
 template <class F>
 constexpr double UNIT_IN_DOUBLE = sizeof(F) == 4 ? 0.69314718055994530942 : 1.0;
 template <class F>
@@ -39,9 +39,9 @@ constexpr F EXPONENT_UNIT = static_cast<F>(UNIT_IN_DOUBLE<F>);
 template <class F>
 constexpr F EXPONENT_FLOOR = sizeof(F) == 4 ? F(-150) : F(-800);
 
-/// 2^t for t <= 0 (a row's logits less their maximum): 1 at 0, exactly 0 below -126 and at -inf. t is never NaN here.
+/// 2^t (of a row's logits less a reference): 1 at 0, exactly 0 below -126 and at -inf, inf above 128, not finite at NaN.
 /// Its argument's rounding is |t| / 2 steps of the result, which matters to nobody: the result is 2^t of the row's largest.
-FPG_FN Lanes exp_nonpositive(Lanes t) {
+FPG_FN Lanes exp_of_exponent(Lanes t) {
   const Lanes f = fraction(t);
   Lanes q = fma(f, Lanes(0x1.417810p-13f), Lanes(0x1.5f0950p-10f));
   q = fma(q, f, Lanes(0x1.3b2dd4p-7f));
@@ -50,7 +50,7 @@ FPG_FN Lanes exp_nonpositive(Lanes t) {
   q = fma(q, f, Lanes(0x1.62e430p-1f));
   return scale_by_integer(fma(q, f, Lanes(1.0f)), t, f);
 }
-FPG_FN double exp_nonpositive(double t) { return ::exp(t); }
+FPG_FN double exp_of_exponent(double t) { return ::exp(t); }
 
 /// 2^n in two factors, so that n from -150 to 128 neither wraps nor overflows early.
 FPG_FN float times_pow2(float x, float biased) {

@@ -75,7 +75,7 @@ FPG_FN void gradient_block(const RowView<S, CAP>& row, const RowStats<typename C
                            const typename Compute<S>::type* exps, S* out) {
   using F = typename Compute<S>::type;
   const double dz = (static_cast<double>(partial.max) - static_cast<double>(stats.max)) * row.k;
-  const double p_per_exp = ::exp(dz) / stats.sum * row.slope;
+  const double p_per_exp = ::exp(dz) * partial.per_exp / stats.sum * row.slope;
   const int64_t begin = row.block_begin(b);
   if (!CAP && q.e == 0) {
     const F factor = static_cast<F>(-q.c * p_per_exp);

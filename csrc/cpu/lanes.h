@@ -80,14 +80,15 @@ FPG_FN NativeF native_fraction(NativeF t) {
 #endif
 }
 
-/// x * 2^(t - fraction) for t <= 0, x = 2^fraction; 0 where that would be denormal (flushed on AVX-512, selected elsewhere).
+/// x * 2^(t - fraction), x = 2^fraction; 0 where that would be denormal (flushed on AVX-512, selected elsewhere), inf where it
+/// overflows (from 2^127 where selected), not finite where t is NaN.
 FPG_FN NativeF native_scale(NativeF x, NativeF t, NativeF fraction) {
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(x, t - fraction);
 #else
   (void)fraction;
   const NativeF scaled = (NativeF)((NativeU)x + ((NativeU)(t + ROUND_MAGIC) << 23));
-  return t < -126.0f ? NativeF{} : scaled;
+  return t < -126.0f ? NativeF{} : t < 127.0f ? scaled : NativeF{} + INFINITY;
 #endif
 }
 
@@ -213,6 +214,13 @@ FPG_FN float lane_max(Lanes a) {
   for (int i = 0; i < LANES; ++i) m = x[i] > m ? x[i] : m;
   return m;
 }
+
+/// Whether fma rounds once.
+#if defined(__FMA__)
+constexpr bool HAS_FMA = true;
+#else
+constexpr bool HAS_FMA = false;
+#endif
 
 // The same vocabulary for one value.
 template <class F>

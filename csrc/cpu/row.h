@@ -11,11 +11,12 @@ constexpr int64_t BLOCK = 4096;  // columns: 16 KB of fp32 logits and 16 KB of e
 constexpr int64_t GROUP = 64;    // columns that four accumulators take at a time
 constexpr int ACCUMULATORS = 4;
 
-/// Over a set of columns: y's maximum, sum of exp((y - max) * k), and the sum of exp(z) * z (0 when not wanted).
+/// Over a set of columns: y's maximum (or a reference near it), the sum of exp(z) with z = (y - max) * k, the sum of
+/// exp(z) * z (0 when not wanted), and what a kept exponential is multiplied by to be exp(z).
 template <class F>
 struct Partial {
   F max;
-  double sum, sum_z;
+  double sum, sum_z, per_exp;
 };
 
 /// Maximum of n values (a multiple of GROUP); NaN if any of them is.
@@ -88,32 +89,77 @@ inline float fast_max<bf16, float>(const bf16* x, int64_t n) {
   return bits_max(x, n, &max) ? max : block_max<bf16, float>(x, n);
 }
 
-/// The partial of n values (a multiple of GROUP); k is per EXPONENT_UNIT. With KEEP, their exponentials go to exps.
+/// Sums over n values (a multiple of GROUP) of e = 2^t and of e * t, t = (x - origin) * k - exponent, k per EXPONENT_UNIT.
+struct Sums {
+  double e, e_t;
+};
+
 template <bool KEEP, bool ENTROPY, class X, class F>
-FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
+FPG_FN Sums block_sums(const X* x, int64_t n, F origin, F k, F exponent, F* exps) {
   using V = typename Vector<F>::type;
   constexpr int W = Vector<F>::width;
-  const F m = fast_max<X, F>(x, n);
-  if (!(m < static_cast<F>(INFINITY))) return {m, NAN, NAN};
-  if (m == -static_cast<F>(INFINITY)) {
-    if (KEEP) __builtin_memset(exps, 0, static_cast<size_t>(n) * sizeof(F));
-    return {m, 0, 0};
-  }
   V sum[ACCUMULATORS], sum_t[ACCUMULATORS];
   FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) sum[j] = sum_t[j] = V(0);
   for (int64_t i = 0; i < n; i += ACCUMULATORS * W) {
     FPG_UNROLL for (int j = 0; j < ACCUMULATORS; ++j) {
       const X* at = x + i + j * W;
       if (sizeof(X) * W % 64 == 0 || j % 2 == 0) prefetch(at + BLOCK);
-      const V t = (load(at) - V(m)) * V(k);
-      const V e = exp_nonpositive(t);
+      const V t = fma(load(at) - V(origin), V(k), V(-exponent));
+      const V e = exp_of_exponent(t);
       if (KEEP) store(exps + i + j * W, e);
       sum[j] = sum[j] + e;
       if (ENTROPY) sum_t[j] = fma(e, max_or_second(t, V(EXPONENT_FLOOR<F>)), sum_t[j]);
     }
   }
-  const double weighted = lane_sum((sum_t[0] + sum_t[1]) + (sum_t[2] + sum_t[3]));
-  return {m, lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), weighted * UNIT_IN_DOUBLE<F>};
+  return {lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), lane_sum((sum_t[0] + sum_t[1]) + (sum_t[2] + sum_t[3]))};
+}
+
+/// The partial of n values about their own maximum. With KEEP, their exponentials go to exps.
+template <bool KEEP, bool ENTROPY, class X, class F>
+FPG_FN Partial<F> block_partial(const X* x, int64_t n, F k, F* exps) {
+  const F m = fast_max<X, F>(x, n);
+  if (!(m < static_cast<F>(INFINITY))) return {m, NAN, NAN, 1};
+  if (m == -static_cast<F>(INFINITY)) {
+    if (KEEP) __builtin_memset(exps, 0, static_cast<size_t>(n) * sizeof(F));
+    return {m, 0, 0, 1};
+  }
+  const Sums s = block_sums<KEEP, ENTROPY, X, F>(x, n, m, k, F(0), exps);
+  return {m, s.e, s.e_t * UNIT_IN_DOUBLE<F>, 1};
+}
+
+/// What a row's later blocks are measured from, near the maximum of its first: it spares them the search for their own. A
+/// column that is smaller by 126 powers of two adds nothing to the row; larger ones, whose exponents round more, send their
+/// block back to its own maximum.
+template <class F>
+struct Reference {
+  F max = 0, origin = 0, exponent = 0;
+  double bias = 0, per_exp = 1;  // exponents are less than those from max by bias; 2^bias
+  bool usable = false;
+
+  FPG_MEMBER static Reference make(F max, F k) {
+    Reference r;
+    if (sizeof(F) != 4 || !(max * k > F(-65536) && max * k < F(65536))) return r;
+    r.max = max;
+    r.origin = HAS_FMA ? F(0) : max;  // x * k - exponent must round once
+    r.exponent = (max - r.origin) * k + F(MARGIN);
+    r.bias = static_cast<double>(r.exponent) - static_cast<double>(max - r.origin) * static_cast<double>(k);
+    r.per_exp = ::exp2(r.bias);
+    r.usable = true;
+    return r;
+  }
+  static constexpr int MARGIN = 4;
+  static constexpr double LIMIT = BLOCK >> (MARGIN - 1);  // of a block's sum: twice what equal columns give
+};
+
+/// The partial about the row's reference where that holds (a NaN or an infinity does not), else about the own maximum.
+template <bool KEEP, bool ENTROPY, class X, class F>
+FPG_FN Partial<F> block_about(const X* x, int64_t n, F k, const Reference<F>& r, F* exps) {
+  if (r.usable) {
+    const Sums s = block_sums<KEEP, ENTROPY, X, F>(x, n, HAS_FMA ? F(0) : r.origin, k, r.exponent, exps);
+    if (s.e < Reference<F>::LIMIT)
+      return {r.max, s.e * r.per_exp, (s.e_t + s.e * r.bias) * r.per_exp * UNIT_IN_DOUBLE<F>, r.per_exp};
+  }
+  return block_partial<KEEP, ENTROPY>(x, n, k, exps);
 }
 
 /// One value or vector through the soft cap.
@@ -131,8 +177,10 @@ struct RowView {
   double k, slope;        // slope: dz/dx without the soft cap's own derivative
   F k_f;                  // k in the loops' unit of exponents
   F cap, to_cap;
-  F x_target, y_target;  // -inf without a target; read before any in-place store
+  F x_target, y_target;    // -inf without a target; read before any in-place store
+  Reference<F> reference;  // unusable in a row's first block
 
+  FPG_MEMBER void refer_to(const Partial<F>& first) { reference = Reference<F>::make(first.max, k_f); }
   FPG_MEMBER int64_t block_begin(int64_t b) const { return b * BLOCK; }
   FPG_MEMBER int64_t block_size(int64_t b) const { return smaller(BLOCK, vocab - b * BLOCK); }
 
@@ -173,9 +221,9 @@ struct RowView {
     F* keep = KEEP ? exps + begin : exps;
     if (CAP || n % GROUP != 0 || (target >= begin && target < begin + n)) {
       const int64_t padded = gather(b, buffer);
-      return block_partial<KEEP, ENTROPY>(static_cast<const F*>(buffer), padded, k_f, keep);
+      return block_about<KEEP, ENTROPY>(static_cast<const F*>(buffer), padded, k_f, reference, keep);
     }
-    return block_partial<KEEP, ENTROPY>(x + begin, n, k_f, keep);
+    return block_about<KEEP, ENTROPY>(x + begin, n, k_f, reference, keep);
   }
 };
 

@@ -74,6 +74,11 @@ class RowPass {
     w.partials[b] =
         keep_ ? v.template block<true, ENTROPY>(b, w.exps, buffer) : v.template block<false, ENTROPY>(b, w.exps, buffer);
   }
+  /// The first block gives the reference of the others.
+  void begin(View& v, const Workspace& w, F* buffer) const {
+    forward(v, 0, w, buffer);
+    v.refer_to(w.partials[0]);
+  }
   __attribute__((noinline)) bool finish(const View& v, int64_t row, const Workspace& w, RowStats<F>& stats,
                                         RowCoefficients& q) {
     stats = combine<F, ENTROPY>(w.partials, blocks_, v.y_target, v.target >= 0, v.k);
@@ -90,8 +95,9 @@ class RowPass {
 
   void one_row(int64_t row, const Workspace& w, F* buffer) {
     if (!hooks_.wanted(row)) return zero(row);
-    const View v = view(row);
-    for (int64_t b = 0; b < blocks_; ++b) forward(v, b, w, buffer);
+    View v = view(row);
+    begin(v, w, buffer);
+    for (int64_t b = 1; b < blocks_; ++b) forward(v, b, w, buffer);
     RowStats<F> stats;
     RowCoefficients q;
     if (!finish(v, row, w, stats, q)) return zero(row);
@@ -120,7 +126,7 @@ class RowPass {
         zero(row);
         continue;
       }
-      const View v = view(row);
+      View v = view(row);
       RowStats<F> stats;
       RowCoefficients q;
       bool gradient = false;
@@ -128,8 +134,10 @@ class RowPass {
       {
         const FlushDenormals flush;
         F* buffer = block_buffer();
+#pragma omp single
+        begin(v, w, buffer);
 #pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks_; ++b) forward(v, b, w, buffer);
+        for (int64_t b = 1; b < blocks_; ++b) forward(v, b, w, buffer);
 #pragma omp single
         gradient = finish(v, row, w, stats, q);
         if (gradient) {
