@@ -147,7 +147,7 @@ def distillation_loss(
         backend: "auto", "cpu", "triton" or "reference".
 
     Returns:
-        DistillOutput with `loss` (0-d, differentiable: numerator / (normalizer or weight), exactly 0 and connected when
+        DistillOutput with `loss` (0-d, differentiable, numerator / (normalizer or weight), exactly 0 and connected when
         that is 0), `numerator` and `weight` (0-d, detached; sums of both over micro-batches and ranks give the unsplit
         loss), `per_token` ((N,) or (B, T), detached, without weights), `metrics` (`DistillMetrics`) and `backend`.
 

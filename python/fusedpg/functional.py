@@ -120,7 +120,7 @@ def policy_loss_from_logits(
         backend: "auto", "cpu", "triton" or "reference".
 
     Returns:
-        LossOutput with `loss` (0-d, differentiable: numerator / (normalizer or weight), exactly 0 and connected when
+        LossOutput with `loss` (0-d, differentiable, numerator / (normalizer or weight), exactly 0 and connected when
         that is 0), `numerator` and `weight` (0-d, detached: sums of both over micro-batches and ranks give the unsplit
         loss), `logp`, `entropy`, `per_token` (targets' shape, detached; `per_token` carries no weight), `metrics` and
         `backend`.
