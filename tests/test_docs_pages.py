@@ -28,7 +28,8 @@ def catalogue():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_runs(name, catalogue, recwarn):
+def test_a_page_runs(name, catalogue, recwarn, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as for a reader, whose kernels are not interpreted
     without_trl = importlib.util.find_spec("trl") is None
     run(ROOT / "docs" / f"{name}.md", skip=lambda code: without_trl and "integrations.trl" in code)
 
