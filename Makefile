@@ -8,7 +8,7 @@ STAMP := $(VENV)/.fusedpg-installed
 WORKERS ?= auto
 NATIVE := $(shell find csrc CMakeLists.txt setup.py -type f 2>/dev/null)
 
-.PHONY: demo test sweep wide bench parity lint format gpu-check clean
+.PHONY: demo test sweep wide bench parity docs lint format gpu-check clean
 
 demo: $(STAMP)
 	$(BIN)/python -m fusedpg demo
@@ -35,6 +35,10 @@ bench: $(STAMP)
 # every preset against its trainer's own code
 parity: $(STAMP)
 	$(BIN)/python -m fusedpg parity $(ARGS)
+
+# the documentation, into build/docs; a warning is an error
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

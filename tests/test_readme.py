@@ -1,26 +1,46 @@
-"""The README's Python snippets run as written, in order, in one namespace."""
+"""The README's Python snippets run as written, in order, in one namespace; its table and plot are those of the report."""
 
 import importlib.util
+import json
 import re
-from pathlib import Path
 
-import torch
+from pages import ROOT, blocks, run
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = ROOT / "README.md"
+
+
+def figures():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_snippets_run_in_order(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) >= 2
-    namespace: dict = {}
-    for block in blocks:
-        if "integrations.trl" in block and importlib.util.find_spec("trl") is None:
-            continue
-        exec(compile(block, str(README), "exec"), namespace)
+    assert len(list(blocks(README, "python"))) == 3
+    namespace = run(README)
     assert "cpu" in capsys.readouterr().out
-    assert namespace["logits"].grad is not None
+    assert namespace["logits"].grad.any()
+    assert namespace["hidden"].grad.any()
     assert namespace["head"].grad.any()
-    logp, spec, fusedpg = namespace["logp"], namespace["spec"], namespace["fusedpg"]
-    whole = logp.detach().clone().requires_grad_()
-    fusedpg.policy_loss(spec, whole, **namespace["constants"]).loss.backward()
-    torch.testing.assert_close(logp.grad, whole.grad)
+    assert namespace["result"].path == "custom"
+
+
+def test_the_table_is_the_reports():
+    drawing = figures()
+    assert drawing.table(json.loads(drawing.REPORT.read_text())) in README.read_text()
+
+
+def test_the_plot_is_the_reports(tmp_path):
+    drawing = figures()
+    report = json.loads(drawing.REPORT.read_text())
+    drawing.draw(report, tmp_path / "plot.svg")
+    for svg in (drawing.PLOT, tmp_path / "plot.svg"):
+        text = svg.read_text()
+        assert not [mark for mark in drawing.marks(report) if f">{mark}<" not in text]
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+    assert len(targets) > 10
+    assert not [t for t in targets if not t.startswith("http") and not (ROOT / t).exists()]

@@ -28,8 +28,8 @@ _GRADIENTS = ("local", "averaged", "summed")
 class StepResult:
     """One optimizer step over all chunks and ranks: the same values on every rank.
 
-    `loss` is the loss of the unsplit batch, `weight` the sum of the units that divided it, both 0-d fp64. `metrics`
-    have their public names.
+    `loss` is the loss of the unsplit batch, `weight` the sum of the units that divided it, both 0-d fp64. `chunks`
+    counts the batches, `metrics` have their public names.
     """
 
     loss: Tensor
@@ -39,7 +39,7 @@ class StepResult:
 
 
 class StepAccumulator:
-    """Accumulates chunks, reduces over ranks, and leaves normalised gradients in the parameters.
+    """Accumulates chunks, reduces over ranks, and leaves normalised gradients in the parameters::
 
         result = StepAccumulator(objective, model).step(chunks)
         optimizer.step(); optimizer.zero_grad()

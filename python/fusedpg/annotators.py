@@ -42,19 +42,41 @@ def group_relative(rewards: Tensor, group_size: int, *, group_ids: Tensor | None
 
 
 def mean_centred(rewards: Tensor, group_size: int, *, group_ids: Tensor | None = None) -> Tensor:
-    """r - mean within each group (`unbiased_advantage`); arguments as in `group_relative`."""
+    """r - mean within each group (`unbiased_advantage`).
+
+    Args:
+        rewards, group_size, group_ids: as in `group_relative`.
+
+    Raises:
+        TypeError, ValueError: as `group_relative`.
+    """
     grouped, order, dtype = _grouped(rewards, group_size, group_ids)
     return _ungrouped(_centred(grouped), order, dtype)
 
 
 def leave_one_out(rewards: Tensor, group_size: int, *, group_ids: Tensor | None = None) -> Tensor:
-    """r minus the mean of the group's other rewards, which is n/(n - 1) * (r - mean); as in `group_relative`."""
+    """r minus the mean of the group's other rewards, which is n/(n - 1) * (r - mean).
+
+    Args:
+        rewards, group_size, group_ids: as in `group_relative`.
+
+    Raises:
+        TypeError, ValueError: as `group_relative`.
+    """
     grouped, order, dtype = _grouped(rewards, group_size, group_ids)
     return _ungrouped(_centred(grouped) * (group_size / (group_size - 1)), order, dtype)
 
 
 def annotate_advantages(rl: Any, rewards: Tensor, group_size: int, *, group_ids: Tensor | None = None) -> Tensor:
-    """The advantages that a `GRPOConfig` selects: mean-centred for `unbiased_advantage`, else group-relative."""
+    """The advantages that a `GRPOConfig` selects: mean-centred for `unbiased_advantage`, else group-relative.
+
+    Args:
+        rl: the resolved algorithm config.
+        rewards, group_size, group_ids: as in `group_relative`.
+
+    Raises:
+        TypeError, ValueError: as `group_relative`.
+    """
     estimator = mean_centred if rl.unbiased_advantage else group_relative
     return estimator(rewards, group_size, group_ids=group_ids)
 

@@ -57,7 +57,11 @@ def build_opd_objective(rl: OPDConfig, context: Any) -> Objective:
     teacher_logp - π_old's log-prob. Mode `direct` reads `teacher`, whatever `fusedpg.distill.distillation_loss` takes.
 
     Args:
-        rl, context: as in `build_grpo_objective`.
+        rl: the resolved algorithm config.
+        context: as in `build_grpo_objective`.
+
+    Raises:
+        TypeError, ValueError: a knob that the selected mode never reads, a context without identity.
     """
     if not isinstance(rl, OPDConfig):
         raise TypeError(f"rl: expected an OPDConfig; got {type(rl).__name__}")

@@ -129,6 +129,7 @@ class RolloutConfig(Section):
     """How completions are sampled; `max_tokens` owns the fixed response bound."""
 
     label: ClassVar[str] = "rollout"
+    #: of the sampling distribution
     temperature: float = _value(1.0, _POSITIVE)
     max_tokens: int = _value(1024, positive_int)
 
@@ -138,8 +139,11 @@ class PolicyGradientConfig(Section):
     """What GRPO and OPD share: the clipped surrogate, its reduction, and how often a collected batch is used."""
 
     label: ClassVar[str] = "rl"
+    #: "token", or "sequence": one ratio and one advantage a response
     importance_sampling_level: str = _value("token", _choice("token", "sequence"))
+    #: the ratio is clipped below 1 - epsilon_low
     epsilon_low: float = _value(0.2, _NOT_NEGATIVE)
+    #: the ratio is clipped above 1 + epsilon_high
     epsilon_high: float = _value(0.2, _NOT_NEGATIVE)
     #: the dual clip's bound; 0 is off
     lower_bound_ratio: float = _value(3.0, _dual_clip)
@@ -147,12 +151,13 @@ class PolicyGradientConfig(Section):
     temperature: float = _value(1.0, _POSITIVE)
     #: coefficient of the k3 KL to a frozen reference; 0 is off
     kl_beta: float = _value(0.0, _NOT_NEGATIVE)
+    #: the reduction; "seq-mean-token-sum-fixed" divides by `rollout.max_tokens`
     loss_type: str = _value("token-mean", _choice(*LOSS_TYPES))
     #: mean-centred advantages in place of group-relative ones
     unbiased_advantage: bool = _value(False, _bool)
-    #: samples of one update on one replica; None: the whole collected batch
+    #: samples of one update on one replica; None is the whole collected batch
     mini_batch_per_replica: int | None = _value(None, _optional_int)
-    #: samples that one replica receives of a collected batch; None: unknown before the run
+    #: samples that one replica receives of a collected batch; None is unknown before the run
     batch_per_replica: int | None = _value(None, _optional_int)
     #: passes over a collected batch
     epochs: int = _value(1, positive_int)
@@ -182,6 +187,7 @@ class GRPOConfig(PolicyGradientConfig):
     is the plain policy gradient for toys and parity.
     """
 
+    #: "clipped" or "legacy_pg"
     grpo_surrogate: str = _value("clipped", _choice("clipped", "legacy_pg"))
 
 
@@ -189,7 +195,9 @@ class GRPOConfig(PolicyGradientConfig):
 class OPDConfig(PolicyGradientConfig):
     """On-policy distillation: a teacher's signal a token as the advantage, or a divergence over the vocabulary."""
 
+    #: "advantage" (the clipped surrogate on teacher_logp - π_old) or "direct" (a divergence)
     distillation_mode: str = _value("advantage", _choice("advantage", "direct"))
+    #: of the direct mode, as in `distillation_loss`
     divergence: str = _value("reverse_kl", _choice("reverse_kl", "forward_kl", "jsd"))
     #: the teacher's share in the mixture of divergence="jsd"
     jsd_beta: float = _value(0.5, _number(0, 1, low_ok=False))
@@ -200,10 +208,13 @@ class DPOConfig(Section):
     """Preference pairs against a frozen reference: the sigmoid loss or IPO's square."""
 
     label: ClassVar[str] = "rl"
+    #: "sigmoid" or "ipo"
     loss: str = _value("sigmoid", _choice("sigmoid", "ipo"))
+    #: strength of the reference: the margin is multiplied by it
     beta: float = _value(0.1, _POSITIVE)
     #: the share of labels taken to be flipped; IPO never reads it
     label_smoothing: float = _value(0.0, _number(0, 0.5, low_ok=True))
+    #: of the distribution under which tokens are scored
     temperature: float = _value(1.0, _POSITIVE)
 
 
@@ -220,15 +231,28 @@ class RunConfig(Section):
     """A resolved recipe. `algorithm` and `job.name` are provenance: no code branches on them."""
 
     algorithm: str = _value("grpo", _text)
+    #: where its output belongs
     job: JobConfig = field(default_factory=JobConfig)
+    #: the algorithm's section: `GRPOConfig`, `OPDConfig` or `DPOConfig`
     rl: Any = field(default_factory=GRPOConfig)
+    #: how completions are sampled
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
 def with_options(config: RunConfig, options: Iterable[str]) -> RunConfig:
     """Set `section.key=value` options, in order: a later one wins, so fixed choices of an entry are appended last.
 
-    Values are Python literals; anything else is a string. Returns `config`.
+    Values are Python literals; anything else is a string.
+
+    Args:
+        config: changed in place.
+        options: such as `rl.epsilon_high=0.28`.
+
+    Returns:
+        `config`.
+
+    Raises:
+        AttributeError, ValueError: an option that is not `section.key=value`, an unknown key, a value out of range.
     """
     for option in options:
         path, equals, text = option.partition("=")

@@ -32,7 +32,7 @@ from .weights import Weights, inverse_denominator, token_weights
 
 __all__ = ["DISTILL_METRIC_NAMES", "DistillMetrics", "DistillOutput", "TopK", "distillation_loss"]
 
-#: means over the selected tokens, in nats, and their number
+#: keys of `DistillMetrics`: means over the selected tokens, in nats, and their number
 DISTILL_METRIC_NAMES = ("divergence", "student_entropy", "teacher_entropy", "tokens")
 
 
@@ -69,7 +69,15 @@ class DistillMetrics(Metrics):
 
 @dataclass(frozen=True)
 class DistillOutput:
-    """One distillation loss; see `distillation_loss` for the fields."""
+    """One distillation loss, as `distillation_loss` returns it.
+
+    Attributes:
+        loss: 0-d, differentiable; numerator / (normalizer or weight), exactly 0 and connected when that is 0.
+        numerator, weight: 0-d, detached; their sums over micro-batches and ranks give the unsplit loss.
+        per_token: (N,) or (B, T), detached: each token's divergence in nats, without its weight.
+        metrics: means over the selected tokens, read lazily.
+        backend: what ran: "cpu", "triton" or "reference".
+    """
 
     loss: Tensor
     numerator: Tensor
@@ -109,7 +117,7 @@ def distillation_loss(
     ============  =======================================  ==============================================
 
     `jsd` is the generalised Jensen-Shannon divergence of Agarwal et al., "On-Policy Distillation of Language Models"
-    (GKD, https://arxiv.org/abs/2306.13649), with beta the teacher's share of the mixture m. Nothing is multiplied by
+    (GKD, arXiv:2306.13649), with beta the teacher's share of the mixture m. Nothing is multiplied by
     temperature^2. 0 log 0 is 0: a column that both exclude (-inf) adds nothing. One with a finite logit in the first
     distribution of a KL and -inf in the second makes the token's KL inf; its gradient then means nothing.
 
@@ -139,12 +147,16 @@ def distillation_loss(
         backend: "auto", "cpu", "triton" or "reference".
 
     Returns:
-        DistillOutput with `loss` (0-d, differentiable: numerator / (normalizer or weight), exactly 0 and connected when
+        DistillOutput with `loss` (0-d, differentiable, numerator / (normalizer or weight), exactly 0 and connected when
         that is 0), `numerator` and `weight` (0-d, detached; sums of both over micro-batches and ranks give the unsplit
         loss), `per_token` ((N,) or (B, T), detached, without weights), `metrics` (`DistillMetrics`) and `backend`.
 
     Raises:
-        TypeError, ValueError: by name of the argument, with what was expected, what came and the fix.
+        TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
+
+    References:
+        Agarwal et al., On-Policy Distillation of Language Models, arXiv:2306.13649; Gu et al., MiniLLM (reverse KL),
+        arXiv:2306.08543.
     """
     check_student(student_logits)
     check_teacher(teacher, student_logits)

@@ -24,6 +24,10 @@ class TopK:
 
     The log-probs are of the full distribution (they need not sum to 1). Where fewer than K tokens are listed the last
     ones have log-prob -inf and any id: they belong to the rest.
+
+    Attributes:
+        ids: token ids (..., K), distinct within a row.
+        logps: their log-probs in nats (..., K), any float dtype; constants.
     """
 
     ids: Tensor

@@ -38,6 +38,13 @@ def build_dpo_objective(rl: DPOConfig, context: Any) -> Objective:
     Args:
         rl: the resolved config.
         context: the trainer's: `name_or_path`; optionally `backend`.
+
+    Raises:
+        TypeError, ValueError: a config of another kind, a knob that the loss never reads, a context without identity.
+
+    References:
+        Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, eq. 7; Azar et al. (IPO), arXiv:2310.12036,
+        eq. 17.
     """
     if not isinstance(rl, DPOConfig):
         raise TypeError(f"rl: expected a DPOConfig; got {type(rl).__name__}")

@@ -47,6 +47,11 @@ def token_logprobs(
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name. On a GPU an unmasked id
             outside the vocabulary gives NaN instead (no synchronisation), or raises with FUSEDPG_DEBUG=1.
+        RuntimeError: a backend named explicitly that cannot run here, with the reason and the fix.
+
+    References:
+        Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867, algorithm 3: the running
+        maximum and sum with which one read is enough.
     """
     logit_map = rows.check_rows(logits, targets, temperature, softcap, logit_scale)
     rows_mask = flat_mask(mask, targets, "targets")
@@ -90,8 +95,9 @@ def policy_loss_from_logits(
 
     Args:
         spec: from `fusedpg.loss_spec` or `fusedpg.CATALOGUE`.
-        logits: (N, V) packed or (B, T, V) padded; the only differentiable argument.
-        targets: token ids (N,) or (B, T); `logits[i]` scores `targets[i]`.
+        logits: (N, V) packed or (B, T, V) padded, fp32, bf16, fp16 or fp64, any strides; the only differentiable
+            argument.
+        targets: token ids (N,) or (B, T), int32 or int64; `logits[i]` scores `targets[i]`.
         logp_old: log-probs of the policy that the ratio is anchored on, targets' shape, any float dtype. None runs
             on-policy (ratio exactly 1) and says so with a warning.
         advantages: targets' shape (any dtype), or one number for all tokens.
@@ -114,13 +120,16 @@ def policy_loss_from_logits(
         backend: "auto", "cpu", "triton" or "reference".
 
     Returns:
-        LossOutput with `loss` (0-d, differentiable: numerator / (normalizer or weight), exactly 0 and connected when
+        LossOutput with `loss` (0-d, differentiable, numerator / (normalizer or weight), exactly 0 and connected when
         that is 0), `numerator` and `weight` (0-d, detached: sums of both over micro-batches and ranks give the unsplit
         loss), `logp`, `entropy`, `per_token` (targets' shape, detached; `per_token` carries no weight), `metrics` and
         `backend`.
 
     Raises:
         TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
+    References:
+        Each loss has its own, with the equation: `python -m fusedpg losses NAME`; `ppo_clip` is Schulman et al.,
+        Proximal Policy Optimization Algorithms, arXiv:1707.06347, eq. 7.
     """
     logit_map = rows.check_rows(logits, targets, temperature, softcap, logit_scale)
     batch = make_batch(
@@ -198,14 +207,17 @@ def policy_loss(
         spec: from `fusedpg.loss_spec` or `fusedpg.CATALOGUE`.
         logp: (N,) packed or (B, T) padded, any float dtype; differentiable.
         entropy: same shape, differentiable; read when the spec has an entropy bonus, and for the metric.
-        logp_old, advantages, sequence_advantages, mask, logp_ref, logp_rollout, obs_mask, is_weights, cu_seqlens,
-        normalizer, metrics, backend: as in `policy_loss_from_logits`.
+        logp_old, advantages, sequence_advantages, mask, normalizer: as in `policy_loss_from_logits`.
+        logp_ref, logp_rollout, obs_mask, is_weights, cu_seqlens, metrics, backend: likewise.
 
     Returns:
         LossOutput, with `logp` and `entropy` the detached inputs.
 
     Raises:
         TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
+    References:
+        Each loss has its own, with the equation: `python -m fusedpg losses NAME`; `ppo_clip` is Schulman et al.,
+        Proximal Policy Optimization Algorithms, arXiv:1707.06347, eq. 7.
     """
     if not isinstance(logp, Tensor) or logp.dtype not in validate.FLOATS or logp.ndim not in (1, 2):
         got = f"{logp.dtype} {tuple(logp.shape)}" if isinstance(logp, Tensor) else type(logp).__name__

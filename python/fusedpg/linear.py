@@ -56,6 +56,11 @@ def linear_token_logprobs(
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name.
+        RuntimeError: a backend named explicitly that cannot run here, with the reason and the fix.
+
+    References:
+        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009, and Hsu et al., Liger
+        Kernel, arXiv:2410.10989: losses whose logits never exist at once.
     """
     hidden, weight, bias = check_head(hidden, weight, bias, targets)
     compute = Head(hidden, weight, bias).compute
@@ -114,19 +119,22 @@ def policy_loss_from_hidden(
 
     Args:
         spec: from `fusedpg.loss_spec` or `fusedpg.CATALOGUE`.
-        hidden: (N, D) packed or (B, T, D) padded; differentiable.
+        hidden: (N, D) packed or (B, T, D) padded, fp32, bf16, fp16 or fp64; differentiable.
         weight: the output head (V, D), any float dtype; differentiable.
-        targets, bias, workspace_mib: as in `linear_token_logprobs`. `bias` is differentiable.
+        targets, bias, workspace_mib: as in `linear_token_logprobs`: ids (N,) or (B, T); (V,), differentiable; MiB.
         inplace: refused: there are no logits to overwrite.
-        logp_old, advantages, sequence_advantages, mask, logp_ref, logp_rollout, obs_mask, is_weights, cu_seqlens,
-        normalizer, temperature, softcap, logit_scale, return_entropy, metrics, backend: as in
-        `policy_loss_from_logits`.
+        logp_old, advantages, sequence_advantages, mask, normalizer: as in `policy_loss_from_logits`.
+        logp_ref, logp_rollout, obs_mask, is_weights, cu_seqlens, metrics, backend: likewise.
+        temperature, softcap, logit_scale, return_entropy: likewise.
 
     Returns:
         LossOutput, as from `policy_loss_from_logits`.
 
     Raises:
         TypeError, ValueError, RuntimeError: by name of the argument, with what was expected, what came and the fix.
+    References:
+        Each loss has its own, with the equation: `python -m fusedpg losses NAME`; `ppo_clip` is Schulman et al.,
+        Proximal Policy Optimization Algorithms, arXiv:1707.06347, eq. 7.
     """
     if inplace:
         raise ValueError("inplace: expected False: there are no logits here to overwrite; got True; drop the option")

@@ -51,6 +51,9 @@ def add_entry(
 def loss_spec(name: str, **knobs: Any) -> LossSpec:
     """The `LossSpec` of a catalogue entry with some knobs changed.
 
+    Args:
+        name: a key of `CATALOGUE`, or the alias `dppo_kimi` of `ipo`.
+
     Knobs: `epsilon_low`, `epsilon_high` (distances from 1) or `clip_low`, `clip_high` (absolute); `dual_clip`; `delta`;
     `log_ratio_clamp` (a number or (low, high)); `anchor` (old, self, rollout); `keep` (ratio, tv, kl) with `keep_low`,
     `keep_high`, `keep_directional`; `is_correction` (truncate, mask) with `is_level` (token, sequence, geometric),

@@ -54,6 +54,7 @@ _MEANS = {
 _EXTREMA = {"ratio_min": ("tokens", 0), "ratio_max": ("tokens", 1), "is_weight_max": ("is_tokens", 2)}
 _PLAIN = {"tokens": "tokens", "sequences": "sequences", "active_tokens": "active"}
 
+#: keys of `Metrics`, in order
 METRIC_NAMES = (
     "ratio_mean",
     "ratio_min",

@@ -131,7 +131,9 @@ class PolicyBatch:
     logp_ref: Tensor | None = None
     #: log-probs of the sampling engine
     logp_rollout: Tensor | None = None
+    #: the tokens of the observation term, bool or weights in [0, 1]
     obs_mask: Tensor | None = None
+    #: a constant factor on the policy term
     is_weights: Tensor | None = None
     #: (S+1,) boundaries of packed sequences
     cu_seqlens: Tensor | None = None

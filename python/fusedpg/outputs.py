@@ -13,7 +13,13 @@ from .spec import LossSpec
 
 @dataclass(frozen=True)
 class LogprobOutput:
-    """Per-token results in the shape of `targets`, fp32 (fp64 for fp64 logits), differentiable."""
+    """Per-token results in the shape of `targets`, fp32 (fp64 for fp64 logits), differentiable.
+
+    Attributes:
+        logp: log-probabilities in nats; 0 at masked places.
+        entropy: of the same tempered distribution, in nats; None unless it was asked for.
+        backend: what ran: "cpu", "triton" or "reference".
+    """
 
     logp: Tensor
     entropy: Tensor | None
@@ -31,7 +37,19 @@ def make_logprobs(
 
 @dataclass(frozen=True)
 class LossOutput:
-    """One policy loss; see `policy_loss_from_logits` for the fields."""
+    """One policy loss, as the ops return it; per-token tensors have the shape of `targets`, fp32 (fp64 for fp64 input).
+
+    Attributes:
+        loss: 0-d, differentiable; numerator / (normalizer or weight), exactly 0 and connected when that is 0.
+        numerator: 0-d, detached: sum of the tokens' losses times their weights.
+        weight: 0-d, detached: the units of the reduction (tokens, or sequences); sums of numerator and weight over
+            micro-batches and ranks, divided once, are the unsplit loss.
+        logp: log-probs in nats, detached: what another update takes as `logp_old`.
+        entropy: in nats, detached; None unless it was asked for.
+        per_token: each token's loss without its weight, detached.
+        metrics: `Metrics`, read lazily; empty with `metrics="none"`.
+        backend: what ran: "cpu", "triton" or "reference".
+    """
 
     loss: Tensor
     numerator: Tensor

@@ -39,7 +39,7 @@ def build_policy_objective(
     from_teacher: bool = False,
     one_advantage_a_response: bool = False,
 ) -> Objective:
-    """Any loss of the catalogue as an Objective over `PolicyBatch`es.
+    """Any loss of the catalogue as an Objective over batches such as `PolicyBatch`.
 
     Args:
         spec: from `fusedpg.loss_spec` or a preset. A loss that depends on the whole batch (`spec.batch_global`) is no
@@ -56,6 +56,9 @@ def build_policy_objective(
 
     Returns:
         `Reduction.TOKEN_SUM` with OBJECTIVE_WEIGHT_SUM = `out.weight`; `Reduction.SUM` for `reduction="token-sum"`.
+
+    Raises:
+        ValueError: a loss that depends on the whole batch.
     """
     if spec.batch_global:
         raise ValueError(

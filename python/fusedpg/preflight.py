@@ -99,6 +99,9 @@ def policy_spec(rl: PolicyGradientConfig, max_response_length: Any = None) -> Tr
 def preflight(config: RunConfig) -> None:
     """Refuse a config that claims what its loss never reads; warn of what is honoured but inert.
 
+    Args:
+        config: a resolved recipe.
+
     Raises:
         TypeError, ValueError: by name of the key, with what was expected, what came and the fix.
     """

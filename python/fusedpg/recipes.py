@@ -26,14 +26,28 @@ def build_dr_grpo_config() -> RunConfig:
 
 
 def build_gspo_config(mini_batch_per_replica: int = 32) -> RunConfig:
-    """GSPO (Zheng et al., arXiv:2507.18071): one ratio a response."""
+    """GSPO (Zheng et al., arXiv:2507.18071): one ratio a response.
+
+    Args:
+        mini_batch_per_replica: samples of one update on one replica.
+
+    Raises:
+        ValueError: a number that is no positive int.
+    """
     config = _named("gspo")
     apply_gspo_knobs(config.rl, mini_batch_per_replica=mini_batch_per_replica)
     return config
 
 
 def build_dapo_config(mini_batch_per_replica: int = 32) -> RunConfig:
-    """DAPO (Yu et al., arXiv:2503.14476): a higher upper clip, token mean, neither dual clip nor KL."""
+    """DAPO (Yu et al., arXiv:2503.14476): a higher upper clip, token mean, neither dual clip nor KL.
+
+    Args:
+        mini_batch_per_replica: samples of one update on one replica.
+
+    Raises:
+        ValueError: a number that is no positive int.
+    """
     config = _named("dapo")
     config.rl.mini_batch_per_replica = mini_batch_per_replica
     config.rl.epsilon_high = 0.28
@@ -53,7 +67,15 @@ def build_dpo_config() -> RunConfig:
 
 
 def apply_gspo_knobs(rl: GRPOConfig, *, mini_batch_per_replica: int) -> None:
-    """Turn an `rl` section into GSPO's objective: the one place that knows the paper's values."""
+    """Turn an `rl` section into GSPO's objective: the one place that knows the paper's values.
+
+    Args:
+        rl: changed in place.
+        mini_batch_per_replica: samples of one update on one replica.
+
+    Raises:
+        ValueError: a number that is no positive int.
+    """
     rl.grpo_surrogate = "clipped"
     rl.importance_sampling_level = "sequence"
     rl.lower_bound_ratio = 0

@@ -35,7 +35,7 @@ _LOSSES: dict[str, RegisteredLoss] = {}
 
 
 def register_loss(name: str, agg_mode: str | None = None) -> Callable[[Body], Body]:
-    """Register a loss under `name`; the decorated function stays as it is.
+    """Register a loss under `name`; the decorated function stays as it is::
 
         @fusedpg.register_loss("my_loss")
         def my_loss(ctx: fusedpg.LossContext):
@@ -107,6 +107,9 @@ def find_loss(name: str) -> RegisteredLoss:
 
 def load_loss_plugins(modules: Iterable[str] | str | None) -> None:
     """Import each module (`algorithm.loss_plugins`), so that its `register_loss` decorators run; again is no harm.
+
+    Args:
+        modules: dotted names, or one; None is none.
 
     Raises:
         ImportError: a module that cannot be imported, by name, with the cause.

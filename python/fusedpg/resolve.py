@@ -23,7 +23,13 @@ _COMMON = {"eps_clip": 0.2, "eps_clip_high": None, "kl_beta": 0.0}
 
 @dataclass(frozen=True)
 class ResolvedLoss:
-    """A loss that was selected by name; from `resolve_loss`."""
+    """A loss that was selected by name; from `resolve_loss`.
+
+    Attributes:
+        name: what it was selected by.
+        backend: what the vocabulary-sized work was asked to run on.
+        run: the path behind it.
+    """
 
     name: str
     backend: str
@@ -63,7 +69,8 @@ class ResolvedLoss:
                 Or `HiddenStates`.
             targets: token ids (N,) or (B, T); `logits[i]` scores `targets[i]`.
             logp_old: the importance ratio's denominator, targets' shape. None runs on-policy, and says so.
-            advantages: targets' shape, or one number; or `sequence_advantages` (S,).
+            advantages: targets' shape, or one number.
+            sequence_advantages: (S,), instead.
             mask: the action tokens, targets' shape, bool or weights in [0, 1]; None is all.
             obs_mask: the observation tokens; None is none. A loss without an observation term ignores them.
             logp_ref, logp_rollout: log-probs of the reference and of the sampler; a loss that reads one refuses None.
@@ -77,6 +84,9 @@ class ResolvedLoss:
 
         Raises:
             TypeError, ValueError, RuntimeError: an argument, or what a custom body returned, by name.
+
+        References:
+            Of a built-in loss: `python -m fusedpg losses NAME`; `ppo_clip` is arXiv:1707.06347, eq. 7.
         """
         inputs = LossInputs(
             logp_old,
@@ -103,9 +113,25 @@ class ResolvedLoss:
         workspace_mib: float | None = None,
         **keywords: Any,
     ) -> LossResult:
-        """The loss and the gradients of hidden states (N, D) or (B, T, D) and output head (V, D).
+        """The loss and the gradients of hidden states and output head, without logits of the batch's size.
 
-        A native loss costs three matrix products, a custom one four. The other arguments are those of `from_logits`.
+        A native loss costs three matrix products, a custom one four. `keywords` are those of `from_logits`.
+
+        Args:
+            hidden: (N, D) or (B, T, D), any float dtype; differentiable.
+            weight: the output head (V, D), any float dtype; differentiable.
+            targets: token ids (N,) or (B, T); `hidden[i]` scores `targets[i]`.
+            bias: (V,), differentiable.
+            workspace_mib: as in `linear_token_logprobs`.
+
+        Returns:
+            `LossResult(loss, metrics, path, backend, logp)`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: an argument, or what a custom body returned, by name.
+
+        References:
+            As of `from_logits`; without logits as in arXiv:2411.09009.
         """
         return self.from_logits(HiddenStates(hidden, weight, bias, workspace_mib=workspace_mib), targets, **keywords)
 
@@ -124,7 +150,22 @@ class ResolvedLoss:
         step_tokens: float | Tensor | None = None,
         step_sequences: float | Tensor | None = None,
     ) -> LossResult:
-        """The loss from log-probs (N,) or (B, T), any float dtype, differentiable; the rest as in `from_logits`."""
+        """The loss from log-probs.
+
+        Args:
+            logp: (N,) or (B, T), any float dtype; differentiable.
+            logp_old, advantages, sequence_advantages, mask, obs_mask: as in `from_logits`.
+            logp_ref, logp_rollout, cu_seqlens, step_tokens, step_sequences: likewise.
+
+        Returns:
+            `LossResult(loss, metrics, path, backend, logp)`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: an argument, or what a custom body returned, by name.
+
+        References:
+            Of a built-in loss: `python -m fusedpg losses NAME`; `ppo_clip` is arXiv:1707.06347, eq. 7.
+        """
         inputs = LossInputs(
             logp_old,
             advantages,

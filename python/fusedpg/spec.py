@@ -73,6 +73,35 @@ class LossSpec:
 
     Bounds are absolute values of the ratio; an absent bound is an infinity, so that every backend runs the
     same comparison. Every field is a plain Python value: a spec hashes, compares and pickles.
+
+    Attributes:
+        name: the catalogue's.
+        surrogate, level, anchor: the policy term; where its ratio lives; the ratio's denominator.
+        clip_low, clip_high: band of the ratio, absolute: 0.8 and 1.2, not 0.2.
+        dual_clip: a token with A < 0 costs at most -A*dual_clip.
+        delta: upper bound of the unclipped branch's ratio.
+        log_ratio_clamp: bounds of the log-ratio before its exponential; no gradient where one binds.
+        token_clip: bounds of a token's log-ratio before its sequence's mean (one-sided, by the advantage's sign) or
+            product.
+        tau_pos, tau_neg: `sapo`'s temperatures, by the advantage's sign.
+        k_pos, k_neg, lambda_pos, lambda_neg, log_w_clamp: `vespo`'s gate, by the advantage's sign; bounds of its log W.
+        penalty_coef: x += penalty_coef/2 * (logp - anchor)^2, inside the correction weight and outside the keep mask.
+        keep, keep_low, keep_high, keep_directional: which tokens the policy term keeps: what is measured, its bounds,
+            and whether only the side that the advantage pushes to counts.
+        is_correction, is_level, is_low, is_high: weights from `logp_old` - `logp_rollout`: what becomes of one outside
+            its bounds, and whose ratio it is.
+        is_reject, is_reject_low, is_reject_high: the mask that drops tokens or sequences by the same ratio.
+        is_missing_one: a NaN in logp_rollout (or is_weights) means weight 1 and stays out of the correction metrics.
+        kl, kl_gradient, kl_coef, kl_target, kl_ratio: the KL term: estimator, its gradient, its coefficient, the policy
+            that it compares with, and how the ratio multiplies it.
+        kl_clamp, kl_log_ratio_clamp: bounds of the estimate, and of the log-ratio that it is formed from.
+        kl_backward, kl_backward_coef: KL(target||policy), estimated on the target's own samples.
+        kl_forward, kl_forward_coef: KL(policy||target), likewise.
+        entropy_coef: x -= entropy_coef * entropy, in nats.
+        obs_coef: x += obs_coef * -logp on the tokens of `obs_mask`.
+        selection, select_ratio, select_low, select_high, select_coef: tokens picked over the whole batch: how, what
+            share of them, from which open interval of covariances, and the penalty's coefficient.
+        reduction, max_tokens: how tokens are weighed; the fixed length of `seq-mean-token-sum-norm`.
     """
 
     name: str
@@ -84,7 +113,6 @@ class LossSpec:
     dual_clip: float = INF
     delta: float = INF
     log_ratio_clamp: tuple[float, float] = (-INF, INF)
-    #: bounds of a token's log-ratio before its sequence's mean (one-sided, by the advantage's sign) or product
     token_clip: tuple[float, float] = (-INF, INF)
     tau_pos: float = 1.0
     tau_neg: float = 1.0
@@ -93,7 +121,6 @@ class LossSpec:
     lambda_pos: float = 0.0
     lambda_neg: float = 0.0
     log_w_clamp: tuple[float, float] = (-INF, INF)
-    #: x += penalty_coef/2 * (logp - anchor)^2, inside the correction weight and outside the keep mask
     penalty_coef: float = 0.0
     keep: Keep = Keep.NONE
     keep_low: float = -INF
@@ -106,7 +133,6 @@ class LossSpec:
     is_reject: Reject = Reject.NONE
     is_reject_low: float = -INF
     is_reject_high: float = INF
-    #: a NaN in logp_rollout (or is_weights) means weight 1 and stays out of the correction metrics
     is_missing_one: bool = False
     kl: KL = KL.NONE
     kl_gradient: KLGradient = KLGradient.OWN
@@ -115,7 +141,6 @@ class LossSpec:
     kl_ratio: KLRatio = KLRatio.NONE
     kl_clamp: tuple[float, float] = (-INF, INF)
     kl_log_ratio_clamp: tuple[float, float] = (-INF, INF)
-    #: KL(target||policy) and KL(policy||target) estimated on the target's own samples
     kl_backward: KLSampled = KLSampled.NONE
     kl_backward_coef: float = 0.0
     kl_forward: KLSampled = KLSampled.NONE
@@ -123,7 +148,6 @@ class LossSpec:
     entropy_coef: float = 0.0
     obs_coef: float = 0.0
     selection: Selection = Selection.NONE
-    #: share of the tokens that a selection takes, and the open interval of covariances that clip_cov takes them from
     select_ratio: float = 0.0
     select_low: float = -INF
     select_high: float = INF

@@ -58,7 +58,14 @@ def losses_of(trainer: str) -> tuple[str, ...]:
 
 
 def trainers_of(entry: str) -> list[tuple[str, str]]:
-    """(trainer, its name of the loss) for everything that runs a catalogue entry."""
+    """(trainer, its name of the loss) for everything that runs a catalogue entry.
+
+    Args:
+        entry: a key of `fusedpg.CATALOGUE`; another name is run by nobody.
+
+    Returns:
+        Pairs in the order of `TRAINERS`; `[]` for an entry that no trainer has.
+    """
     found = []
     for trainer in TRAINERS:
         module = import_module(f"{__name__}._{trainer}")

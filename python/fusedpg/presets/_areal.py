@@ -50,6 +50,9 @@ def areal(loss: str = "ppo", **options: Any) -> TrainerSpec:
     `importance_sampling_level="sequence"` pass `sequence_advantages`, the means of the tokens' advantages.
 
     `spec.normalizer(tokens=...)` counts the tokens before the rejection, at least 1.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.areal({loss!r})"

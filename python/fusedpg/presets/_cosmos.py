@@ -61,6 +61,9 @@ def cosmos(loss: str = "clipped", **options: Any) -> TrainerSpec:
 
     Pass `sequence_advantages`: the sequence level takes one advantage a response.
     `spec.normalizer(objective_weight_sum=...)` takes the sum of OBJECTIVE_WEIGHT_SUM over ranks and micro-batches.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.cosmos({loss!r})"

@@ -49,6 +49,9 @@ def cosmos_rl(loss: str = "grpo", **options: Any) -> TrainerSpec:
 
     `spec.normalizer(tokens=..., dp_workers=...)` or `spec.normalizer(sequences=...)`: `sequences` counts the rows of
     the micro-batch, empty ones too, as cosmos-rl does.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.cosmos_rl({loss!r})"

@@ -55,6 +55,9 @@ def nemo_rl(loss: str = "clipped_pg", **options: Any) -> TrainerSpec:
     `..._ratio_min`.
 
     `spec.normalizer(global_valid_toks=..., global_valid_seqs=...)` is the denominator of all ranks and micro-batches.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.nemo_rl({loss!r})"

@@ -48,6 +48,9 @@ def openrlhf(loss: str = "ppo", **options: Any) -> TrainerSpec:
     `token-mean`.
 
     `spec.normalizer(batch_num_tokens=..., global_batch_size=..., dp_size=...)` is the denominator of all ranks.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.openrlhf({loss!r})"

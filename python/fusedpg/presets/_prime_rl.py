@@ -32,6 +32,9 @@ def prime_rl(loss: str = "default", **options: Any) -> TrainerSpec:
     weights of `rl_weights` go to `mask`.
 
     `spec.normalizer(rl_scale=...)` is prime-rl's global count of the component's tokens.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     read = Options(f"presets.prime_rl({loss!r})", options, _DEFAULTS[loss], _REFUSED)

@@ -73,6 +73,9 @@ def rllm(loss: str = "ppo_clip", **options: Any) -> TrainerSpec:
     `ratio_clamp_min`, `ratio_clamp_max` (reinforce_kl).
 
     `spec.normalizer(tokens=..., sequences=...)` takes the counts of the whole optimizer step.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     given = {**options, **(options.pop("loss_params", None) or {})}

@@ -98,6 +98,9 @@ def skyrl(loss: str = "regular", **options: Any) -> TrainerSpec:
     (`use_kl_loss=True`) is a mean of row means whatever the reduction: it needs `loss_reduction="sequence_mean"`.
 
     `spec.normalizer(batch_size=..., tokens=...)` is the denominator of the mini-batch.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.skyrl({loss!r})"

@@ -57,6 +57,9 @@ def slime(loss: str = "ppo", **options: Any) -> TrainerSpec:
     that share a rollout by the tokens of all of them.
 
     `spec.normalizer(global_batch_size=...)`, or `num_tokens=` with `calculate_per_token_loss`, is the denominator.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     known_loss(TRAINER, loss, tuple(ENTRY_OF))
     where = f"presets.slime({loss!r})"

@@ -37,6 +37,9 @@ def tinker(loss: str = "ppo", **options: Any) -> TrainerSpec:
 
     Options: `clip_low_threshold` and `clip_high_threshold`, absolute bounds of the ratio (ppo, cispo), and `beta`
     (dro; required). Thresholds a token, as a datum's tensors may give them, are not supported: they are one number.
+
+    Raises:
+        ValueError: a loss that the trainer does not have, an option that the loss never reads or cannot express.
     """
     if loss in _REFUSED:
         raise ValueError(f"loss: presets.tinker has no {loss!r}: {_REFUSED[loss]}")

@@ -19,7 +19,9 @@ class TrainerSpec(LossSpec):
     the trainer's denominator: `normalizer(**counts)` calls it, and what it returns goes to an op's `normalizer=`.
     """
 
+    #: key of `presets.TRAINERS`
     trainer: str = ""
+    #: of the trainer, whose code the parity table compares with
     version: str = ""
     #: the trainer's own name of the loss
     trainer_loss: str = ""
