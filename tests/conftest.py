@@ -13,26 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 
 from fusedpg import dispatch
-
-
-def _speed_up_interpreter() -> None:
-    """Patch `triton.language` once a launch instead of once for every call of a device function.
-
-    The repeated patching is more than half of the interpreter's time; the patches themselves stay the same.
-    """
-    import types
-
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    whole_language = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    patch = interpreter._patch_lang
-    interpreter._patch_lang = lambda fn: patch(whole_language)
-    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
-
+from fusedpg.evidence import fast_interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _speed_up_interpreter()
+    fast_interpreter.speed_up()
 
 #: native backends that run on this machine, on the device that `backend_device` names
 NATIVE = ("cpu", "triton")

@@ -118,6 +118,9 @@ ARROWS = {
         *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
         *("resolve", "spec"),
     },
+    "evidence": {
+        *("axes", "certify", "dispatch", "distill", "evidence", "functional", "gpu", "kernels", "losses"),
+    },
     "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
@@ -132,6 +135,7 @@ OUTSIDE = {
     "knobs": set(),
     "presets": set(),
     "integrations": {"torch", "trl", "verl"},
+    "evidence": {"liger_kernel", "numpy", "torch", "triton"},
     "certify": {
         *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
     },

@@ -9,7 +9,7 @@ import torch
 
 import fusedpg
 from fusedpg.cli import memory
-from triton_tools.global_traffic import GlobalTraffic
+from fusedpg.evidence.global_traffic import GlobalTraffic
 
 ROWS, VOCAB = 256, 1 << 15
 counts_loads = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts in Triton's interpreter")

@@ -7,22 +7,20 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent.parent
 #: the usual loss in the usual dtype on one NVIDIA and one AMD target; the rest of the matrix is marked `sweep`
 QUICK = ["(forward|one_pass|backward).*plain.*bf16.*(sm_90|gfx942)", "(segments|token).*(sm_90|gfx942)"]
 QUICK += ["distill.*grad.*bf16.*(sm_90|gfx942)"]
 
 COLLECT = """
 import json, re, sys
-from triton_tools import aot
+from fusedpg.evidence import aot
 
 pattern = re.compile(sys.argv[1])
 for fn, constants, shape, dtype in aot.variants():
-    flags = "+".join(n.lower() for n, v in constants.items() if v is True) or "plain"
+    flags = aot.flags(constants)
     for target in aot.TARGETS:
         if pattern.search(f"{fn.__name__} {flags} {dtype} {target}"):
             r = aot.report(fn, constants, shape, dtype, target)
@@ -35,7 +33,7 @@ for fn, constants, shape, dtype in aot.variants():
             ]
             writes = dtype == "bf16" and target.startswith("sm") and "out_ptr" in fn.arg_names
             writes = writes and constants.get("GRAD", True)
-            row = r.row() | {"vocabulary_loops": loops, "rounds": not writes or "cvt.rn.bf16" in r.ptx}
+            row = r.row() | {"vocabulary_loops": loops, "rounds": not writes or "cvt.rn.bf16" in r.machine.ptx}
             print(json.dumps(row))
 """
 
@@ -43,7 +41,7 @@ CACHE_KEYS = """
 import torch
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from triton_tools import aot
+from fusedpg.evidence import aot
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "i64": torch.int64, "i32": torch.int32}
 
@@ -82,12 +80,8 @@ for fn, constants, shape, dtype in aot.variants(dtypes=("bf16",)):
 def run(script, *arguments):
     """Standard output of a script in a Triton that compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**environment, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout.splitlines()

@@ -7,10 +7,10 @@ import torch
 
 import fusedpg
 from fusedpg import gpu
+from fusedpg.evidence.global_traffic import GlobalTraffic
 from fusedpg.kernels import launch
 from fusedpg.kernels.arguments import spec_tensor
 from fusedpg.spec import Level, LossSpec, Surrogate
-from triton_tools.global_traffic import GlobalTraffic
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts in Triton's interpreter")
 
@@ -81,7 +81,7 @@ class Run:
         if out is not None and out is not self.logits:
             inputs["out"] = out
         numbers = spec.encode()
-        with GlobalTraffic(**inputs) as traffic, named_allocations(traffic):
+        with GlobalTraffic(**inputs).naming(lambda size: "scratch") as traffic:
             traffic.name("spec", spec_tensor(tuple(numbers), self.logits.device))
             gpu.loss_forward(
                 numbers, self.logits, self.targets, self.w, self.scale, [*streams.values(), None], self.cu,
@@ -92,36 +92,6 @@ class Run:
 
     def per_logit(self, amount):
         return amount / (N * V)
-
-
-class named_allocations:
-    """Names "scratch" whatever gpu.py allocates while active."""
-
-    def __init__(self, traffic):
-        self.traffic = traffic
-
-    def __enter__(self):
-        self.kept, self.patch = [], pytest.MonkeyPatch()
-        for owner, name in [
-            (torch, "empty"),
-            (torch, "zeros"),
-            (torch, "empty_like"),
-            (torch.Tensor, "new_zeros"),
-            (torch.Tensor, "new_ones"),
-        ]:
-            self.patch.setattr(owner, name, self._wrap(getattr(owner, name)))
-
-    def _wrap(self, make):
-        def made(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            self.kept.append(tensor)  # its address is not given to another tensor
-            self.traffic.name("scratch", tensor)
-            return tensor
-
-        return made
-
-    def __exit__(self, *exc):
-        self.patch.undo()
 
 
 # the row's target is read a second time, and so are the sectors that two rows or two chunks share

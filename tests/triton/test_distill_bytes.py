@@ -7,8 +7,8 @@ import torch
 
 from fusedpg import gpu
 from fusedpg.axes import Divergence
+from fusedpg.evidence.global_traffic import GlobalTraffic
 from fusedpg.kernels import launch
-from triton_tools.global_traffic import GlobalTraffic
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts in Triton's interpreter")
 
@@ -28,18 +28,8 @@ def traffic_of(kind, grad, dtypes=(torch.bfloat16, torch.bfloat16), scale=0.5):
     w[MASKED] = 0.0
     out = torch.full_like(x, torch.nan) if grad else None
     named = {"student": x, "teacher": y, "w": w, "scale": scale} | ({"out": out} if grad else {})
-    with GlobalTraffic(**named) as traffic:
-        rows = []
-        with pytest.MonkeyPatch.context() as patch:
-            empty_like = torch.empty_like
-
-            def named_empty(like):
-                rows.append(empty_like(like))
-                traffic.name("rows", rows[-1])
-                return rows[-1]
-
-            patch.setattr(torch, "empty_like", named_empty)
-            gpu.distill(x, y, w, scale, int(kind), 0.3, 0.7, 1.3, out)
+    with GlobalTraffic(**named).naming(lambda size: "rows") as traffic:
+        gpu.distill(x, y, w, scale, int(kind), 0.3, 0.7, 1.3, out)
     assert traffic.outside == []
     assert not traffic.touched("student", x.view(N, V)[MASKED])
     assert not traffic.touched("teacher", y.view(N, V)[MASKED])

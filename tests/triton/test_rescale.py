@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fusedpg import gpu
+from fusedpg.evidence.global_traffic import GlobalTraffic
 from support import backend_device
-from triton_tools.global_traffic import GlobalTraffic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -35,6 +35,7 @@ class Suite(str, Enum):
     DISTILL = "distill"
     TRL = "trl"
     ACCURACY = "accuracy"
+    STATIC = "static"
     ALL = "all"
 
 
@@ -101,7 +102,9 @@ def demo_command(
 def bench_command(
     suite: Annotated[
         Suite,
-        typer.Option(help="P1 (logits), P2 and P3 (hidden states), P4 (loss alone), P7 (accuracy), distillation."),
+        typer.Option(
+            help="P1 (logits), P2 and P3 (hidden), P4 (loss alone), P5 (static), P7 (accuracy), distillation, TRL."
+        ),
     ] = Suite.ALL,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of P1 and P2; distillation takes a quarter.")] = 1024,
     vocab: Annotated[

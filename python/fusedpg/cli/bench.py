@@ -1,4 +1,4 @@
-"""The benchmark's suites: P1 (logits), P2 and P3 (hidden states), P4 (loss alone), P7 (accuracy), distillation."""
+"""The suites: P1 (logits), P2 and P3 (hidden states), P4 (loss alone), P5 (static), P7 (accuracy), distillation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fusedpg import dispatch
 
-from . import accuracy, bench_distill, bench_logits, bench_loss, bench_trl, hidden_section, memory
+from . import accuracy, bench_distill, bench_logits, bench_loss, bench_static, bench_trl, hidden_section, memory
 from .report import Section, Target, broken, refusals, row_cells, speed_target
 from .timing import Row, Tick, measure, ticks
 
@@ -68,6 +68,8 @@ def total_ticks(options: Options) -> int:
         total += bench_trl.count(options.rounds)
     if "accuracy" in options.suites:
         total += accuracy.cases(tuple(DTYPES[name] for name in options.accuracy_dtypes))
+    if "static" in options.suites:
+        total += bench_static.count(options.vocab)
     return total
 
 
@@ -94,6 +96,8 @@ def run(options: Options, tick: Tick = lambda what: None) -> Iterator[Section]:
             yield table
     if "accuracy" in options.suites:
         yield accuracy_section(options, device, tick)
+    if "static" in options.suites:
+        yield from bench_static.sections(options.vocab, tick)
 
 
 def logits_section(options: Options, dtype: str, device: torch.device, tick: Tick) -> Section:
