@@ -118,6 +118,7 @@ ARROWS = {
         *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
         *("resolve", "spec"),
     },
+    "selftest": {"functional", "spec"},
     "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
