@@ -30,6 +30,7 @@ def use_walk(monkeypatch, walk: str) -> None:
     granule, least, most = WALKS[walk]
     monkeypatch.setattr(linear_plan, "GRANULE", granule)
     monkeypatch.setattr(linear_walk, "GRANULE", granule)
+    monkeypatch.setattr(linear_walk, "ACCELERATOR_GRANULE", granule)
     monkeypatch.setattr(linear_plan, "LEAST_ROWS", least)
     monkeypatch.setattr(linear_plan, "MOST_ROWS", most)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import bench, machine
+from .doctor_command import doctor_command
 from .train import Settings
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("doctor")(doctor_command)
 
 
 class Suite(str, Enum):
@@ -221,26 +223,4 @@ def parity_command(
     else:
         parity.show(make_console(), rows)
     if any(row.verdict == "differs" for row in rows):
-        raise typer.Exit(1)
-
-
-@app.command("doctor")
-def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    seconds: Annotated[float, typer.Option(min=0, help="Time of the self-test; its first case runs anyway.")] = 2.0,
-) -> None:
-    """Say what runs here and what does not, why, and how to fix it; compare what runs with fp64.
-
-    Exits with 1 when a result differs. A backend that is missing is explained and is no failure.
-    """
-    from . import doctor
-
-    diagnosis = doctor.examine(seconds)
-    if as_json:
-        print(json.dumps(diagnosis.to_json(), indent=1))
-    else:
-        from . import doctor_table
-
-        doctor_table.show(make_console(), diagnosis)
-    if not diagnosis.ok:
         raise typer.Exit(1)

@@ -1,12 +1,35 @@
-"""The diagnosis of `doctor` in a terminal."""
+"""`python -m fusedpg doctor`: the command and its tables."""
 
 from __future__ import annotations
 
+import json
+from typing import Annotated
+
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .doctor import Diagnosis
+from .doctor import Diagnosis, examine
+
+
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    seconds: Annotated[float, typer.Option(min=0, help="Time of the self-test; first cases run anyway.")] = 2.0,
+) -> None:
+    """Say what runs here and what does not, why, and how to fix it; compare what runs with fp64.
+
+    Exits with 1 when a result differs. A backend that is missing is explained and is no failure.
+    """
+    diagnosis = examine(seconds)
+    if as_json:
+        print(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        from .app import make_console
+
+        show(make_console(), diagnosis)
+    if not diagnosis.ok:
+        raise typer.Exit(1)
 
 
 def show(console: Console, diagnosis: Diagnosis) -> None:
