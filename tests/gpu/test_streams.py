@@ -101,7 +101,7 @@ def test_the_current_device_is_left_alone(gpu: torch.device):
     before = torch.cuda.current_device()
     for name in NAMES:
         make(name, gpu, SIZES["cpu"]).call()
-    with pytest.raises(ValueError, match="targets: expected"):
+    with pytest.raises(ValueError, match="logits: expected shape"):
         fusedpg.token_logprobs(torch.zeros(2, 3, device=gpu), torch.zeros(3, dtype=torch.int64, device=gpu))
     assert torch.cuda.current_device() == before
 
