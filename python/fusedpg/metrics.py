@@ -93,9 +93,8 @@ class Metrics(Mapping[str, Tensor]):
     def from_sums(cls, sums: Tensor, weight: Tensor, sequences: Tensor, *, has_kl: bool, has_entropy: bool) -> Metrics:
         """Metrics of one call from the vector of a backend."""
         tokens = sums[_INDEX["tokens"]][None]
-        none = torch.zeros_like(
-            tokens
-        )  # flags copied from the host would wait for the GPU, and break a graph's capture
+        # flags copied from the host would wait for the GPU, and break the capture of a CUDA graph
+        none = torch.zeros_like(tokens)
         counts = (tokens if has_kl else none, tokens if has_entropy else none, weight.to(sums)[None])
         return cls(torch.cat([sums[:-NEXTREMA], *counts, sequences.to(sums)[None]]), sums[-NEXTREMA:])
 

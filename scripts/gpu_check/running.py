@@ -132,13 +132,13 @@ def execute(command: Sequence[str], limit: float, root: Path, environment: Mappi
     except subprocess.TimeoutExpired:
         pass
     # an interrupt first: pytest then prints what it got
-    for number, patience in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
+    output = ""
+    for number in (signal.SIGINT, signal.SIGKILL):
         _signal(process, number)
-        try:
-            output, _ = process.communicate(timeout=patience)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=GRACE)
             break
-        except subprocess.TimeoutExpired:
-            continue
+    _signal(process, signal.SIGKILL)  # whatever it left behind
     return None, output
 
 
