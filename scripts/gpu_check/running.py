@@ -69,6 +69,7 @@ def run_all(
     steps: Sequence[Step], budget: float, root: Path, tell: Callable[[str], None], start: float | None = None
 ) -> list[Result]:
     """Every step within what is left of `budget` seconds; those that there is no time for are named."""
+    _heed_interrupts()
     start = time.monotonic() if start is None else start
     results = []
     for number, step in enumerate(steps, 1):
@@ -124,7 +125,6 @@ def execute(command: Sequence[str], limit: float, root: Path, environment: Mappi
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=_heed_interrupts,
     )
     try:
         output, _ = process.communicate(timeout=limit)
@@ -149,5 +149,6 @@ def _signal(process: subprocess.Popen[str], number: int) -> None:
 
 
 def _heed_interrupts() -> None:
-    """A shell starts background jobs with interrupts ignored, and a step would inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts background jobs with interrupts ignored, and steps would inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
