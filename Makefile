@@ -24,10 +24,10 @@ sweep: $(STAMP)
 wide: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "wide and not gpu" $(ARGS)
 
-# on a machine with a GPU: the tests that need one, then every Triton parity test on it instead of in the interpreter
-gpu-check: $(STAMP)
-	$(BIN)/python -m pytest -m gpu $(ARGS)
-	$(BIN)/python -m pytest -m "not gpu and not wide" tests/test_parity.py tests/test_autograd.py tests/test_bits.py -k triton $(ARGS)
+# on a machine with a GPU, in ten minutes, without network: builds, runs every GPU test and the CUDA benchmarks, and writes
+# one report. It takes the Python it is given and makes no environment: make gpu-check PYTHON=python3
+gpu-check:
+	PYTHONPATH=scripts$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu_check $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m fusedpg bench $(ARGS)

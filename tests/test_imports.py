@@ -121,6 +121,7 @@ ARROWS = {
     "evidence": {
         *("axes", "certify", "dispatch", "distill", "evidence", "functional", "gpu", "kernels", "losses"),
     },
+    "selftest": {"functional", "spec"},
     "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 

@@ -69,15 +69,15 @@ def default_workspace(device: torch.device, shape: LinearShape) -> int:
 
     At least what whole rows take, so that a row's bits do not follow the free memory.
     """
-    if device.type == "cpu":
-        free, most = _available_memory(), 512 * MIB
-    else:
-        free, most = torch.get_device_module(device.type).mem_get_info(device)[0], 2048 * MIB
-    share = max(64 * MIB, min(most, 1 << max(0, (free // 8).bit_length() - 1)))
+    most = 512 * MIB if device.type == "cpu" else 2048 * MIB
+    share = max(64 * MIB, min(most, 1 << max(0, (free_memory(device) // 8).bit_length() - 1)))
     return max(share, whole_rows_workspace(shape))
 
 
-def _available_memory() -> int:
+def free_memory(device: torch.device) -> int:
+    """Bytes that the system (or the GPU's driver) would still hand out."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device.type).mem_get_info(device)[0])
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

@@ -93,9 +93,11 @@ class Metrics(Mapping[str, Tensor]):
     @classmethod
     def from_sums(cls, sums: Tensor, weight: Tensor, sequences: Tensor, *, has_kl: bool, has_entropy: bool) -> Metrics:
         """Metrics of one call from the vector of a backend."""
-        flags = sums.new_tensor([has_kl, has_entropy])
-        counts = torch.cat([sums[_INDEX["tokens"]] * flags, weight.to(sums)[None], sequences.to(sums)[None]])
-        return cls(torch.cat([sums[:-NEXTREMA], counts]), sums[-NEXTREMA:])
+        tokens = sums[_INDEX["tokens"]][None]
+        # flags copied from the host would wait for the GPU, and break the capture of a CUDA graph
+        none = torch.zeros_like(tokens)
+        counts = (tokens if has_kl else none, tokens if has_entropy else none, weight.to(sums)[None])
+        return cls(torch.cat([sums[:-NEXTREMA], *counts, sequences.to(sums)[None]]), sums[-NEXTREMA:])
 
     @classmethod
     def empty(cls) -> Metrics:

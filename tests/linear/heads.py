@@ -30,6 +30,7 @@ def use_walk(monkeypatch, walk: str) -> None:
     granule, least, most = WALKS[walk]
     monkeypatch.setattr(linear_plan, "GRANULE", granule)
     monkeypatch.setattr(linear_walk, "GRANULE", granule)
+    monkeypatch.setattr(linear_walk, "ACCELERATOR_GRANULE", granule)
     monkeypatch.setattr(linear_plan, "LEAST_ROWS", least)
     monkeypatch.setattr(linear_plan, "MOST_ROWS", most)
 
@@ -123,11 +124,16 @@ def run_head(
 def check_head_case(spec: LossSpec, case: HeadCase, backend: str, label: str, **extra: Any) -> Result:
     """One case against the fp64 truth; the budget of each value is twice the error of fp32 on the same inputs.
 
-    Gradients may be one storage rounding further away; the floor covers inputs on which fp32 happens to be exact.
+    Gradients may be one storage rounding further away, and what rounding the products' operands does where a device
+    takes 16-bit ones; the floor covers inputs on which fp32 happens to be exact.
     """
     options = {k: v for k, v in extra.items() if k != "workspace_mib"}
     want = run_head(spec, case, "reference", double=True, **options)
     errors = _rounding(spec, case, want, **options)
+    head = linear_walk.Head(*(t.to(backend_device(backend)) for t in (case.hidden, case.weight)), None)
+    if head.operands != head.compute:
+        for name, error in _operand_rounding(spec, case, head.operands, **options).items():
+            errors[name] = errors[name] + error
     got = run_head(spec, case, backend, **extra)
     assert got.output.backend == backend
     assert set(got.values) == set(want.values)
@@ -175,3 +181,18 @@ def _rounding(spec: LossSpec, case: HeadCase, want: Result, **extra: Any) -> dic
             error = largest(value - expected)
             errors[name] = torch.maximum(errors.get(name, error), error)
     return errors
+
+
+def _operand_rounding(spec: LossSpec, case: HeadCase, dtype: torch.dtype, **extra: Any) -> dict[str, Tensor]:
+    """What one rounding of the logits' gradient to the dtype of the products' operands does to both gradients."""
+    hidden, weight = torch.nan_to_num(case.hidden.double()), case.weight.double()
+    logits = torch.nn.functional.linear(hidden, weight, None if case.bias is None else case.bias.double())
+    leaf = logits.requires_grad_()
+    torch.manual_seed(0)  # a random selection repeats
+    out = fusedpg.policy_loss_from_logits(spec, leaf, case.targets, backend="reference", **{**case.kwargs, **extra})
+    (exact,) = torch.autograd.grad(out.loss, leaf)
+    lost = (exact.to(dtype).double() - exact).flatten(0, -2)
+    return {
+        "grad:hidden": largest(lost @ weight),
+        "grad:weight": largest(lost.t() @ hidden.flatten(0, -2)),
+    }

@@ -7,7 +7,7 @@ import torch
 from heads import WALKS, check_head_case, make_head_case, run_head, smallest_workspace, use_walk
 
 import fusedpg
-from fusedpg import linear_ops
+from fusedpg import linear_ops, linear_walk
 from fusedpg.linear_plan import Mode
 from fusedpg.spec import REDUCTIONS
 from support import TERMS, applies, spec_for
@@ -109,6 +109,24 @@ def test_triton_parity(case: tuple, monkeypatch):
 @pytest.mark.parametrize("case", FULL[::7], ids=lambda c: "-".join(map(str, c[:3])))
 def test_triton_parity_swept(case: tuple, monkeypatch):
     check(case, "triton", monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_operands_of_16_bits(dtype: torch.dtype, monkeypatch):
+    """As on an accelerator: the logits' gradient is rounded for products of 16-bit operands with fp32 sums."""
+    product = linear_walk.product
+
+    def widened(a, b, out, *, add=False):
+        assert a.dtype == b.dtype
+        product(a.to(out.dtype), b.to(out.dtype), out, add=add)
+
+    narrow = property(lambda head: dtype if head.hidden.dtype == head.weight.dtype == dtype else head.compute)
+    monkeypatch.setattr(linear_walk.Head, "operands", narrow)
+    monkeypatch.setattr(linear_walk, "product", widened)
+    cases = [case for case in FULL if case[4] == (dtype, dtype)][::20]
+    assert {case[2] for case in cases} == set(WALKS)
+    for case in cases:
+        check(case, "cpu", monkeypatch)
 
 
 @pytest.mark.parametrize("walk", WALKS)

@@ -19,9 +19,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "fusedpg": fusedpg.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "isa": _isa(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -38,7 +38,8 @@ def one_line(machine: dict[str, Any]) -> str:
     )
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -50,7 +51,8 @@ def _isa() -> str:
     return "not built" if reason is not None else str(dispatch.native("cpu").isa())
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
