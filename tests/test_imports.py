@@ -118,7 +118,10 @@ ARROWS = {
         *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
         *("resolve", "spec"),
     },
-    "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
+    "certify": {
+        *("certify", "functional", "integrations", "losses", "metric_adapter", "metrics", "outputs", "presets", "spec"),
+        "weights",
+    },
 }
 
 #: packages outside the standard library
@@ -133,7 +136,8 @@ OUTSIDE = {
     "presets": set(),
     "integrations": {"torch", "trl", "verl"},
     "certify": {
-        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
+        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tensordict", "tokenizers", "torch", "transformers"),
+        *("trl", "verl"),
     },
 }
 

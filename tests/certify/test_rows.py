@@ -96,7 +96,7 @@ def test_what_is_not_installed_is_said():
 
 def test_unknown_oracle():
     with pytest.raises(
-        ValueError, match="oracle: expected one of verl, trl, polgrad, liger, transcribed, trl_runs; got 'x'"
+        ValueError, match="oracle: expected one of verl, trl, polgrad, liger, transcribed, adapters, trl_runs; got 'x'"
     ):
         next(certify.rows_of("x"))
 
