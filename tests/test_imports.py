@@ -114,9 +114,9 @@ ARROWS = {
     "registry": {"context", "native_losses"},
     "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
     "integrations": {
-        *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_walk", "loss_call"),
-        *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
-        *("resolve", "spec"),
+        *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_plan", "linear_walk"),
+        *("builders", "config", "loss_call", "losses", "metric_adapter", "native_losses", "objective", "outputs"),
+        *("presets", "resolve", "spec"),
     },
     "certify": {
         *("certify", "functional", "integrations", "losses", "metric_adapter", "metrics", "outputs", "presets", "spec"),

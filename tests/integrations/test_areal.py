@@ -96,15 +96,21 @@ def test_refused_at_construction(loss, options, message):
 def test_a_config_s_refused_option_is_named():
     with pytest.raises(ValueError, match="^m2_threshold: presets.areal"):
         actor_loss_of({"m2_threshold": 0.04})
+    approximated = {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}
+    with pytest.raises(ValueError, match="^prox_logp_method: .*got 'loglinear'.*; use 'recompute'"):
+        actor_loss_of(approximated)
+    for config in ({**approximated, "use_decoupled_loss": False}, {**approximated, "prox_logp_method": "metrics"}):
+        actor_loss_of(config)
 
 
 def test_data_are_refused_by_name():
     leaf, data = micro_batch(batch("ragged"))
     with pytest.raises(ValueError, match="^teacher_logp: the fused loss has no distillation term"):
         actor_loss()(leaf, None, {**data, "teacher_logp": leaf.detach()})
-    decoupled = actor_loss("ppo", use_decoupled_loss=True, rejection_sampling={"upper": 2.0})
-    with pytest.raises(ValueError, match="^prox_logp: the decoupled loss reads it; got none"):
-        decoupled(leaf, None, {k: v for k, v in data.items() if k != "prox_logp"})
+    for more in ({}, {"rejection_sampling": {"upper": 2.0}}):
+        decoupled = actor_loss("ppo", use_decoupled_loss=True, **more)
+        with pytest.raises(ValueError, match="^prox_logp: the decoupled loss reads it; got none"):
+            decoupled(leaf, None, {k: v for k, v in data.items() if k != "prox_logp"})
     with pytest.raises(ValueError, match="^cu_seqlens: importance_sampling_level='sequence'"):
         actor_loss("ppo", importance_sampling_level="sequence")(
             leaf, None, {k: v for k, v in data.items() if k != "cu_seqlens"}

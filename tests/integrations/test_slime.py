@@ -104,6 +104,10 @@ def test_the_custom_reducer_of_the_policy_term(monkeypatch):
             {"custom_pg_loss_reducer_function_path": "a.b", "entropy_coef": 0.1},
             "custom_pg_loss_reducer_function_path: slime reduces the policy term with it",
         ),
+        (
+            {"custom_pg_loss_reducer_function_path": "no_such_module.build"},
+            "custom_pg_loss_reducer_function_path: expected module.function; got 'no_such_module.build'",
+        ),
     ],
 )
 def test_refused_before_the_run(options, message):
