@@ -136,8 +136,8 @@ OUTSIDE = {
     "presets": set(),
     "integrations": {"torch", "trl", "verl"},
     "certify": {
-        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tensordict", "tokenizers", "torch", "transformers"),
-        *("trl", "verl"),
+        *("datasets", "liger_kernel", "numpy", "omegaconf", "polgrad", "tensordict", "tokenizers", "torch"),
+        *("transformers", "trl", "verl"),
     },
 }
 

@@ -105,5 +105,6 @@ def test_every_oracle_is_there():
     """The other files skip what is not installed; where everything can be, nothing may be missing."""
     wanted = ["polgrad", "liger_kernel"]
     wanted += ["trl"] if sys.version_info >= (3, 11) else []
+    wanted += ["cosmos_rl", *(["areal"] if (3, 11) <= sys.version_info < (3, 13) else [])]
     wanted += ["verl"] if sys.version_info < (3, 13) else []
     assert [name for name in wanted if find_spec(name) is None] == []

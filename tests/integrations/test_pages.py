@@ -47,7 +47,7 @@ def test_a_page_says_what_it_must(trainer):
         r"[Rr]efused",
         r"Measured",
         r"within 1e-6 and 2e-6",
-        r"transcribed in fp64|own `verl\.|TRL 1\.16\.0's own",
+        r"transcribed in fp64|'s own",
     ):
         assert re.search(wanted, text), wanted
     assert (VALUE_LIMIT, GRADIENT_LIMIT) == (1e-6, 2e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from torch import Tensor
 
 from ...integrations.areal import actor_loss, loss_weight
 from ...presets._areal import VERSION
+from .. import own_code
 from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_areal import CASES
 from ..transcription import Case
 from .batches import NAMES, Outcome, lists, parts_of, truth
-from .compare import rows_of_steps
+from .compare import OWN_CODE, TRANSCRIBED, rows_of_steps
+
+#: RejectionSamplingConfig, its defaults
+REJECTION = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
 
 
 def micro_batch(b: PolicyBatch) -> tuple[Tensor, dict[str, Any]]:
@@ -58,11 +63,31 @@ def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     return Outcome(loss, torch.cat(grads))
 
 
+def own(case: Case, b: PolicyBatch) -> Outcome:
+    """AReaL's own function over the unsplit step, packed, in fp64 but where it casts to fp32 itself."""
+    code = own_code.areal()
+    assert code is not None
+    leaf, data = micro_batch(b.to(torch.float64))
+    options = {k: v for k, v in case.options.items() if k != "use_decoupled_loss"}
+    given = {"advantages": data["advantages"], "loss_mask": data["loss_mask"].bool(), "cu_seqlens": data["cu_seqlens"]}
+    if case.loss == "sapo":
+        taus = {"tau_pos": options.pop("sapo_tau_pos", 1.0), "tau_neg": options.pop("sapo_tau_neg", 1.05)}
+        loss, _ = code.sapo_loss_fn(leaf, data["prox_logp"], **given, **taus, **options)
+    else:
+        if options.get("rejection_sampling") is not None:
+            options["rejection_sampling"] = SimpleNamespace(**{**REJECTION, **options["rejection_sampling"]})
+        options.setdefault("eps_clip", 0.2)
+        loss, _ = code.ppo_actor_loss_fn(leaf, data["prox_logp"], data["logprobs"], **given, **options)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), as_rows(grad, data, b.logp.double()))
+
+
 def want(case: Case, b: PolicyBatch) -> Outcome:
-    """The mean over the step's tokens."""
+    """The mean over the step's tokens, by the transcription."""
     return truth(b, case.formula, tokens=float(b.mask.sum()))
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:
     """One row a loss."""
-    yield from rows_of_steps("areal", VERSION, CASES, step, want, backend)
+    beside = (want, TRANSCRIBED) if own_code.areal() is None else (own, OWN_CODE)
+    yield from rows_of_steps("areal", VERSION, CASES, step, beside[0], backend, beside[1])

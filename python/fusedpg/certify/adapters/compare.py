@@ -51,7 +51,13 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 def rows_of_steps(
-    trainer: str, version: str, cases: Iterable[Case], step: Step, want: Truth, backend: str = "auto"
+    trainer: str,
+    version: str,
+    cases: Iterable[Case],
+    step: Step,
+    want: Truth,
+    backend: str = "auto",
+    beside: str = TRANSCRIBED,
 ) -> Iterator[Row]:
     """One row a loss."""
     by_loss: dict[str, list[Case]] = {}
@@ -60,7 +66,7 @@ def rows_of_steps(
     for loss, own in by_loss.items():
         largest = Largest()
         largest.take(own, step, want, backend)
-        yield largest.row(trainer, version, loss, "", TRANSCRIBED)
+        yield largest.row(trainer, version, loss, "", beside)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ...integrations.cosmos_rl import compute_loss
 from ...presets._cosmos_rl import VERSION
+from .. import own_code
 from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_cosmos_rl import cases, of_all_workers
 from ..transcription import Case
 from .batches import Outcome, parts_of, truth
-from .compare import rows_of_steps
+from .compare import OWN_CODE, TRANSCRIBED, rows_of_steps
 
 #: the entropy bonus and the workers' counts are the trainer's own
 CASES = [case for case in cases() if case.counts is not of_all_workers and "entropy_coeff" not in case.options]
@@ -46,7 +47,11 @@ def config(**options: Any) -> SimpleNamespace:
 
 
 def call(
-    b: PolicyBatch, variant: str = "grpo", counts: dict[str, float] | None = None, **options: Any
+    b: PolicyBatch,
+    variant: str = "grpo",
+    counts: dict[str, float] | None = None,
+    function: Callable[..., tuple[Tensor, Tensor, Tensor]] = compute_loss,
+    **options: Any,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """(leaf, result) of a call as the trainer makes it: (N,) selected tokens, (B, T) advantages and masks."""
     pick = lambda t: t[b.mask]  # noqa: E731
@@ -54,7 +59,7 @@ def call(
     cu = torch.cat([torch.zeros(1), b.mask.sum(1).cumsum(0)]).int()
     old = pick(b.logp_rollout if options.pop("use_rollout_logprobs_for_loss", False) else b.logp_old)
     lists = [row[m].tolist() for row, m in zip(b.logp_rollout, b.mask, strict=True)]
-    result = compute_loss(
+    result = function(
         leaf,
         old,
         pick(b.logp_ref),
@@ -83,12 +88,25 @@ def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     return Outcome(loss, torch.cat(grads))
 
 
+def own(case: Case, b: PolicyBatch) -> Outcome:
+    """cosmos-rl's own function over the unsplit minibatch, in fp64."""
+    code = own_code.cosmos_rl()
+    assert code is not None
+    wide = b.to(torch.float64)
+    leaf, (loss, _, _) = call(wide, case.loss, function=code.compute_loss, **case.options)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    full = torch.zeros_like(wide.logp)
+    full[b.mask] = grad
+    return Outcome(loss.detach(), full)
+
+
 def want(case: Case, b: PolicyBatch) -> Outcome:
-    """The unsplit minibatch."""
+    """The unsplit minibatch, by the transcription."""
     counts: dict[str, Any] = {} if case.counts is None else dict(case.counts(b))
     return truth(b, case.formula, **counts)
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:
     """One row a variant."""
-    yield from rows_of_steps("cosmos_rl", VERSION, CASES, step, want, backend)
+    beside = (want, TRANSCRIBED) if own_code.cosmos_rl() is None else (own, OWN_CODE)
+    yield from rows_of_steps("cosmos_rl", VERSION, CASES, step, beside[0], backend, beside[1])
