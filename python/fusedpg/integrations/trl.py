@@ -270,7 +270,8 @@ def _accept_objective(base: nn.Module, temperature: float) -> None:
     """Let the model's forward return a micro-batch's loss for `fused_objective=`."""
     mapping = logit_map(base)
 
-    def loss(model: Any, objective: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def loss(model: Any, objective: dict[str, Any], **unread: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        # PEFT's forward adds its own arguments, all None: the objective holds the inputs
         targets = objective["targets"]
         inputs = {name: objective[name] for name in ("input_ids", "attention_mask")}
         hidden = backbone_states(model, **inputs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
