@@ -58,7 +58,7 @@ def test_every_loss(loss, tmp_path):
         {"temperature": 0.7, "beta": 0.1, "use_bias_correction_kl": False},
         {"mask_truncated_completions": True, "max_completion_length": 3},
         {"scale_rewards": False, "gradient_accumulation_steps": 1},
-        {"eval_strategy": "steps", "eval_steps": 1, "loss_type": "grpo"},
+        {"eval_strategy": "steps", "eval_steps": 1, "loss_type": "grpo", "beta": 1.0},
         {"cast_lm_head_to_fp32": True},
     ],
     ids=lambda o: ",".join(o) or "defaults",
