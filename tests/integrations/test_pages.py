@@ -15,8 +15,8 @@ from fusedpg.certify.rows import GRADIENT_LIMIT, VALUE_LIMIT
 from fusedpg.cli.app import app
 
 PAGES = Path(__file__).parents[2] / "docs" / "trainers"
-#: a figure may differ by this much on another processor, and below `FLOOR` at will
-FACTOR, FLOOR = 10.0, 2e-7
+#: a figure may differ by this much on another processor, and below a unit in the last place of fp32 at will
+FACTOR, FLOOR = 10.0, 2.0**-23
 
 
 def table_of(trainer):
