@@ -114,15 +114,18 @@ ARROWS = {
     "registry": {"context", "native_losses"},
     "resolve": {"builtin_losses", "context", "custom", "hidden_states", "loss_call", "native_losses", "registry"},
     "integrations": {
-        *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_walk", "loss_call"),
-        *("builders", "config", "losses", "metric_adapter", "native_losses", "objective", "outputs", "presets"),
-        *("resolve", "spec"),
+        *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_plan", "linear_walk"),
+        *("builders", "config", "loss_call", "losses", "metric_adapter", "native_losses", "objective", "outputs"),
+        *("presets", "resolve", "spec"),
+    },
+    "certify": {
+        *("certify", "functional", "integrations", "losses", "metric_adapter", "metrics", "outputs", "presets", "spec"),
+        "weights",
     },
     "evidence": {
         *("axes", "certify", "dispatch", "distill", "evidence", "functional", "gpu", "kernels", "losses"),
     },
     "selftest": {"functional", "spec"},
-    "certify": {"certify", "functional", "integrations", "losses", "metrics", "outputs", "presets", "spec", "weights"},
 }
 
 #: packages outside the standard library
@@ -138,7 +141,8 @@ OUTSIDE = {
     "integrations": {"torch", "trl", "verl"},
     "evidence": {"liger_kernel", "numpy", "torch", "triton"},
     "certify": {
-        *("datasets", "liger_kernel", "omegaconf", "polgrad", "tokenizers", "torch", "transformers", "trl", "verl"),
+        *("datasets", "liger_kernel", "numpy", "omegaconf", "polgrad", "tensordict", "tokenizers", "torch"),
+        *("transformers", "trl", "verl"),
     },
 }
 

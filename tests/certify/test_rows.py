@@ -96,7 +96,7 @@ def test_what_is_not_installed_is_said():
 
 def test_unknown_oracle():
     with pytest.raises(
-        ValueError, match="oracle: expected one of verl, trl, polgrad, liger, transcribed, trl_runs; got 'x'"
+        ValueError, match="oracle: expected one of verl, trl, polgrad, liger, transcribed, adapters, trl_runs; got 'x'"
     ):
         next(certify.rows_of("x"))
 
@@ -105,5 +105,6 @@ def test_every_oracle_is_there():
     """The other files skip what is not installed; where everything can be, nothing may be missing."""
     wanted = ["polgrad", "liger_kernel"]
     wanted += ["trl"] if sys.version_info >= (3, 11) else []
+    wanted += ["cosmos_rl", *(["areal"] if (3, 11) <= sys.version_info < (3, 13) else [])]
     wanted += ["verl"] if sys.version_info < (3, 13) else []
     assert [name for name in wanted if find_spec(name) is None] == []

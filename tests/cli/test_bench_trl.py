@@ -25,6 +25,19 @@ def test_table(tmp_path):
         assert set(row["errors_vs_fp64"]) == {"loss", "d head"}
 
 
+def test_a_row_is_of_the_trainer_that_it_names(monkeypatch):
+    seen = {}
+
+    def measure(contenders, *args):
+        seen.update({c.name: type(c.run.__self__.trainer).__name__ for c in contenders})
+        raise InterruptedError
+
+    monkeypatch.setattr(bench_trl, "measure", measure)
+    with pytest.raises(InterruptedError):
+        bench_trl.section(401, 1, lambda what: None)
+    assert seen == {name: name for name in ("FusedGRPOTrainer", "GRPOTrainer")}
+
+
 def test_a_wrong_loss_gets_no_time(monkeypatch):
     step = bench_trl.Run.step
 

@@ -80,7 +80,7 @@ def test_parity_as_markdown(few_rows):
 def test_parity_refuses_an_unknown_oracle():
     result = CliRunner().invoke(app, ["parity", "nope"])
     assert result.exit_code == 2
-    assert "expected some of verl, trl, polgrad, liger, transcribed, trl_runs; got 'nope'" in result.output
+    assert "expected some of verl, trl, polgrad, liger, transcribed, adapters, trl_runs; got 'nope'" in result.output
 
 
 def test_no_rows_are_said(capsys):

@@ -7,51 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles import KINDS, NAMES, assert_same, batch, lists, truth
+from oracles import KINDS, assert_step
 
-from fusedpg.certify.transcribed_areal import CASES
+from fusedpg.certify.adapters import areal
+from fusedpg.certify.adapters.areal import CASES, micro_batch
+from fusedpg.certify.adapters.batches import batch
 from fusedpg.integrations.areal import actor_loss, actor_loss_of, loss_weight
 
 IDS = [f"{case.loss}-{case.option}" for case in CASES]
 
 
-def micro_batch(b):
-    """(leaf, input_data), packed with labels rolled by -1: a prompt token in front, the last place wraps around."""
-    ls = lists(b)
-    ones = torch.ones(1)
-    pack = lambda rows, first: torch.cat([torch.cat([first, row]) for row in rows])  # noqa: E731
-    packed = {name: pack(getattr(ls, name), ones * 5).roll(-1) for name in NAMES}
-    lengths = torch.tensor([len(t) + 1 for t in ls.logp])
-    data = {
-        "logprobs": packed["logp_rollout"],
-        "prox_logp": packed["logp_old"],
-        "advantages": pack(ls.advantages, ones * 7).roll(-1),
-        "loss_mask": pack([m.float() for m in ls.mask], ones * 0).roll(-1),
-        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
-    }
-    return packed["logp"].requires_grad_(), data
-
-
-def as_rows(grad, data, like):
-    full, flat = torch.zeros_like(like), grad
-    bounds = data["cu_seqlens"].tolist()
-    for row, start, end in zip(full, bounds[:-1], bounds[1:], strict=True):
-        row[: end - start - 1] = flat[start : end - 1]
-    return full
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_losses(case, kind):
-    b = batch(kind, per_token=True)
-    leaf, data = micro_batch(b)
-    loss = actor_loss(case.loss, **case.options)(leaf, None, data, vocab_min_logits=None, vocab_max_logits=None)
-    loss.backward()
-    want, grad = truth(b, case.formula, tokens=float(b.mask.sum()))
-    assert_same(loss, as_rows(leaf.grad, data, b.logp), want, grad, limit=2e-5)
-    wraps = data["cu_seqlens"][1:].long() - 1
-    assert not leaf.grad[wraps].any()
-    assert int(loss_weight(data)) == int(b.mask.sum())
+    assert_step(areal, case, kind, limit=2e-5)
+
+
+def test_the_places_that_wrap_around_get_no_gradient():
+    leaf, data = micro_batch(batch("holes", per_token=True))
+    actor_loss()(leaf, None, data, vocab_min_logits=None, vocab_max_logits=None).backward()
+    assert leaf.grad.any()
+    assert not leaf.grad[data["cu_seqlens"][1:].long() - 1].any()
 
 
 def test_micro_batches_add_up_as_the_engine_weighs_them():
@@ -120,15 +96,21 @@ def test_refused_at_construction(loss, options, message):
 def test_a_config_s_refused_option_is_named():
     with pytest.raises(ValueError, match="^m2_threshold: presets.areal"):
         actor_loss_of({"m2_threshold": 0.04})
+    approximated = {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}
+    with pytest.raises(ValueError, match="^prox_logp_method: .*got 'loglinear'.*; use 'recompute'"):
+        actor_loss_of(approximated)
+    for config in ({**approximated, "use_decoupled_loss": False}, {**approximated, "prox_logp_method": "metrics"}):
+        actor_loss_of(config)
 
 
 def test_data_are_refused_by_name():
     leaf, data = micro_batch(batch("ragged"))
     with pytest.raises(ValueError, match="^teacher_logp: the fused loss has no distillation term"):
         actor_loss()(leaf, None, {**data, "teacher_logp": leaf.detach()})
-    decoupled = actor_loss("ppo", use_decoupled_loss=True, rejection_sampling={"upper": 2.0})
-    with pytest.raises(ValueError, match="^prox_logp: the decoupled loss reads it; got none"):
-        decoupled(leaf, None, {k: v for k, v in data.items() if k != "prox_logp"})
+    for more in ({}, {"rejection_sampling": {"upper": 2.0}}):
+        decoupled = actor_loss("ppo", use_decoupled_loss=True, **more)
+        with pytest.raises(ValueError, match="^prox_logp: the decoupled loss reads it; got none"):
+            decoupled(leaf, None, {k: v for k, v in data.items() if k != "prox_logp"})
     with pytest.raises(ValueError, match="^cu_seqlens: importance_sampling_level='sequence'"):
         actor_loss("ppo", importance_sampling_level="sequence")(
             leaf, None, {k: v for k, v in data.items() if k != "cu_seqlens"}

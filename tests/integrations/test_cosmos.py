@@ -12,63 +12,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch, fields
+from oracles import KINDS, assert_step
 
 import fusedpg
-from fusedpg.certify.transcribed_cosmos import cases
+from fusedpg.certify.adapters import cosmos
+from fusedpg.certify.adapters.batches import batch, two_way
+from fusedpg.certify.adapters.cosmos import CASES, CONTEXT, inputs
 from fusedpg.integrations.cosmos import build_objective
 
-CASES = [case for case in cases() if case.counts is None]
 IDS = [f"{case.loss}-{i}" for i, case in enumerate(CASES)]
-CONTEXT = SimpleNamespace(name_or_path="policy", max_response_length=11)
-#: what the guide's recipes set besides the name of a preset
-RECIPES = {
-    "gspo": {
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 3e-4,
-        "epsilon_high": 4e-4,
-        "lower_bound_ratio": 0,
-        "loss_type": "seq-mean-token-mean",
-    },
-    "dr_grpo": {"loss_type": "seq-mean-token-sum-fixed"},
-}
 
 
-def config(case):
-    """The framework's `rl` section of a case, with keys that are the trainer's."""
-    surrogate = "legacy_pg" if case.loss == "legacy_pg" else "clipped"
-    options = {**RECIPES.get(case.loss, {}), **case.options}
-    options.pop("max_response_length", None)
-    return SimpleNamespace(grpo_surrogate=surrogate, max_steps=3, save_every=0, resume="off", **options)
-
-
-def two_way(logp):
-    """Logits of a vocabulary of two whose first token has this log-prob."""
-    return torch.stack([logp, torch.log1p(-logp.exp())], -1)
-
-
-def inputs(b, per_token=False):
-    kept = {name: getattr(b, name) for name in ("logp_old", "logp_ref", "logp_rollout", "mask")}
-    kept["advantages" if per_token else "sequence_advantages"] = b.token_advantages if per_token else b.advantages
-    return {"targets": torch.zeros_like(b.mask, dtype=torch.int64), **kept}
-
-
-@pytest.mark.filterwarnings("ignore:kl_beta", "ignore:importance_sampling", "ignore:epsilon")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_objectives_are_the_guide_s(case, kind):
-    b = batch(kind, case.token_advantages)
-    objective = build_objective(config(case), CONTEXT)
-    logits = two_way(b.logp).requires_grad_()
-    loss, metrics = objective(lambda given: logits, inputs(b, case.token_advantages))
-    loss.backward()
-    leaf = logits.detach().double().requires_grad_()
-    want = case.formula(fields(b, torch.log_softmax(leaf, -1)[..., 0]))
-    want.backward()
-    assert_same(loss, logits.grad, want.detach(), leaf.grad)
-    unit = b.mask.sum() if case.options.get("loss_type", "token-mean") == "token-mean" else b.mask.any(1).sum()
-    if case.loss in ("clipped", "legacy_pg"):
-        assert float(metrics[fusedpg.OBJECTIVE_WEIGHT_SUM]) == float(unit)
+    assert_step(cosmos, case, kind)
+
+
+@pytest.mark.parametrize("loss_type", ["token-mean", "seq-mean-token-mean"])
+def test_the_weight_is_the_count_of_the_reduction(loss_type):
+    b = batch("masked-row")
+    objective = build_objective(SimpleNamespace(grpo_surrogate="clipped", loss_type=loss_type), CONTEXT)
+    _, metrics = objective(lambda given: two_way(b.logp).requires_grad_(), inputs(b))
+    unit = b.mask.sum() if loss_type == "token-mean" else b.mask.any(1).sum()
+    assert float(metrics[fusedpg.OBJECTIVE_WEIGHT_SUM]) == float(unit)
 
 
 def test_parts_add_up_to_the_step():

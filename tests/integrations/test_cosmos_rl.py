@@ -3,71 +3,29 @@
 import re
 import sys
 import types
-from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch, truth
+from oracles import KINDS, assert_step
 
-from fusedpg.certify.transcribed_cosmos_rl import cases, of_all_workers
+from fusedpg.certify.adapters import cosmos_rl as trainer
+from fusedpg.certify.adapters.batches import batch
+from fusedpg.certify.adapters.cosmos_rl import CASES, call, config
 from fusedpg.integrations import cosmos_rl
 
-CASES = [case for case in cases() if case.counts is not of_all_workers and "entropy_coeff" not in case.options]
 IDS = [f"{case.loss}-{i}" for i, case in enumerate(CASES)]
-DEFAULTS = {
-    "variant": "grpo",
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.2,
-    "lower_bound_ratio": 3.0,
-    "aipo_rho": None,
-    "loss_type": "token-mean",
-    "unbiased_loss_max_tokens": None,
-    "balance_dp_token": False,
-    "kl_beta": 0.0,
-    "unbiased_kl_estimate": False,
-    "use_decoupled_loss": False,
-    "behav_imp_weight_cap": None,
-    "use_rollout_logprobs_for_loss": False,
-    "off_policy_masking_delta": None,
-    "entropy_coeff": 0.0,
-    "positive_nll_coef": None,
-}
-
-
-def config(**options):
-    return SimpleNamespace(train=SimpleNamespace(train_policy=SimpleNamespace(**DEFAULTS | options)))
-
-
-def call(b, variant="grpo", **options):
-    """(leaf, result) of a call as the trainer makes it: (N,) selected tokens, (B, T) advantages and masks."""
-    pick = lambda t: t[b.mask]  # noqa: E731
-    leaf = pick(b.logp).clone().requires_grad_()
-    cu = torch.cat([torch.zeros(1), b.mask.sum(1).cumsum(0)]).int()
-    rollout = [row[m].tolist() for row, m in zip(b.logp_rollout, b.mask, strict=True)]
-    used = options.get("use_decoupled_loss") or options.get("use_rollout_logprobs_for_loss")
-    old = pick(b.logp_rollout if options.pop("use_rollout_logprobs_for_loss", False) else b.logp_old)
-    rollout = rollout if options.get("use_decoupled_loss") and used else None
-    given = config(variant=variant, **options)
-    ref = pick(b.logp_ref)
-    result = cosmos_rl.compute_loss(
-        leaf, old, ref, b.token_advantages, cu, given, b.mask, rollout_per_token_logps=rollout
-    )
-    return leaf, result
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_losses(case, kind):
-    b = batch(kind, case.token_advantages)
-    leaf, (loss, policy, kl) = call(b, case.loss, **case.options)
-    loss.backward()
-    counts = {} if case.counts is None else case.counts(b)
-    want, grad = truth(b, case.formula, **counts)
-    got = torch.zeros_like(b.logp)
-    got[b.mask] = leaf.grad
-    assert_same(loss, got, want, grad, limit=2e-5)
-    beta = case.options.get("kl_beta", 0.0)
-    assert (policy + beta * kl).item() == pytest.approx(loss.item(), abs=1e-6)
+    assert_step(trainer, case, kind, limit=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_parts_add_up_to_the_loss(case):
+    _, (loss, policy, kl) = call(batch("holes", case.token_advantages), case.loss, **case.options)
+    assert (policy + case.options.get("kl_beta", 0.0) * kl).item() == pytest.approx(loss.item(), abs=1e-6)
     assert not policy.requires_grad
 
 

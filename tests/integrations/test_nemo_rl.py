@@ -1,49 +1,39 @@
 """NeMo-RL's LossFunction protocol against its transcribed formulas, from log-probs and from logits."""
 
-import enum
 import re
 import sys
 import types
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch, fields
+from oracles import KINDS, assert_same, assert_step
 
-from fusedpg.certify.transcribed_nemo_rl import cases
+from fusedpg.certify.adapters import nemo_rl
+from fusedpg.certify.adapters.batches import batch, step_batch
+from fusedpg.certify.adapters.nemo_rl import (
+    CASES,
+    INTERFACES,
+    MEMBERS,
+    LossInputType,
+    LossType,
+    MetricNormalizer,
+    counts,
+    data_of,
+)
 from fusedpg.integrations.nemo_rl import FusedClippedPGLoss, clipped_pg_spec
 
-CASES = [case for case in cases() if case.counts is not None]
 IDS = [f"{case.loss}-{i}" for i, case in enumerate(CASES)]
 
 
-class LossType(enum.Enum):
-    TOKEN_LEVEL = "token_level"
-    SEQUENCE_LEVEL = "sequence_level"
-
-
-class LossInputType(enum.Enum):
-    LOGIT = "logit"
-    LOGPROB = "logprob"
-
-
-class MetricNormalizer(enum.Enum):
-    TOKENS = "tokens"
-    SEQUENCES = "sequences"
-    NONE = "none"
-
-
-INTERFACES = "nemo_rl.algorithms.loss.interfaces"
-
-
-def install(monkeypatch, path=INTERFACES, members=(LossType, LossInputType, MetricNormalizer)):
+def install(monkeypatch, path=INTERFACES, names=tuple(MEMBERS)):
     """A stand-in for NeMo-RL: the enums of its interface module."""
     parts = path.split(".")
     for i in range(1, len(parts) + 1):
         module = types.ModuleType(".".join(parts[:i]))
         module.__path__ = []
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for member in members:
-        setattr(sys.modules[path], member.__name__, member)
+    for name in names:
+        setattr(sys.modules[path], name, MEMBERS[name])
 
 
 @pytest.fixture(autouse=True)
@@ -51,67 +41,17 @@ def nemo(monkeypatch):
     install(monkeypatch)
 
 
-def config(case):
-    """The flag of a case among its options."""
-    return dict(case.options) if case.loss == "clipped_pg" else {**case.options, case.loss: True}
-
-
-def sequence_level(cfg):
-    if cfg.get("sequence_level_importance_ratios"):
-        cfg.setdefault("token_level_loss", False)
-    return cfg
-
-
-def data_of(b):
-    """(B, S) with a first place that nothing scores; the mask split over tokens and samples."""
-    shift = lambda t, fill=7.0: torch.cat([torch.full_like(t[:, :1], fill), t], 1)  # noqa: E731
-    return {
-        "input_ids": torch.zeros(b.mask.shape[0], b.mask.shape[1] + 1, dtype=torch.int64),
-        "advantages": shift(b.token_advantages),
-        "prev_logprobs": shift(b.logp_old),
-        "generation_logprobs": shift(b.logp_rollout),
-        "reference_policy_logprobs": shift(b.logp_ref),
-        # a row without a valid token is left out by its sample's mask
-        "token_mask": shift((b.mask | ~b.mask.any(1, keepdim=True)).float(), 1.0),
-        "sample_mask": b.mask.any(1).float(),
-    }
-
-
-def counts(b, factor=1.0):
-    return {"global_valid_toks": b.mask.sum() * factor, "global_valid_seqs": b.mask.any(1).sum() * factor}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_from_log_probs(case, kind):
-    b = batch(kind, case.token_advantages)
-    loss_fn = FusedClippedPGLoss(sequence_level(config(case)))
-    given = counts(b, 3.0)
-    leaf = b.logp.clone().requires_grad_()
-    loss, metrics = loss_fn(data_of(b), **given, next_token_logprobs=leaf)
-    loss.backward()
-    other = b.logp.double().requires_grad_()
-    want = case.formula(fields(b, other), **{k: float(v) for k, v in given.items()})
-    want.backward()
-    assert_same(loss, leaf.grad, want.detach(), other.grad)
-    assert metrics["num_valid_samples"] == float(b.mask.any(1).sum())
+    assert_step(nemo_rl, case, kind)
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=IDS[::3])
 def test_from_logits(case):
     """The last row of logits scores nothing."""
-    b = batch("holes", case.token_advantages)
-    loss_fn = FusedClippedPGLoss(sequence_level(config(case)), input_type="logit")
-    rows = torch.stack([b.logp, torch.log1p(-b.logp.exp())], -1)
-    logits = torch.cat([rows, torch.full_like(rows[:, :1], torch.nan)], 1).requires_grad_()
-    loss, _ = loss_fn(data_of(b), **counts(b), logits=logits, vocab_parallel_group=None)
-    loss.backward()
-    other = rows.double().requires_grad_()
-    numbers = {k: float(v) for k, v in counts(b).items()}
-    want = case.formula(fields(b, torch.log_softmax(other, -1)[..., 0]), **numbers)
-    want.backward()
-    assert_same(loss, logits.grad[:, :-1], want.detach(), other.grad)
-    assert not logits.grad[:, -1].any()
+    b = step_batch("holes", case.token_advantages)
+    assert_same(*nemo_rl.step_of_logits(case, b), *nemo_rl.want_of_logits(case, b))
 
 
 def test_micro_batches_and_metrics_add_up_under_global_counts():
@@ -124,6 +64,7 @@ def test_micro_batches_and_metrics_add_up_under_global_counts():
         for rows in (slice(0, 1), slice(1, 4))
     ]
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole)
+    assert all_metrics["num_valid_samples"] == float(b.mask.any(1).sum())
     for name, kind in loss_fn.metric_normalizations.items():
         if kind is not MetricNormalizer.NONE or name.startswith("num"):
             total = parts[0][1][name] + parts[1][1][name]
@@ -179,7 +120,7 @@ def test_attributes_are_nemo_s_enums():
 def test_older_versions_have_another_module_and_no_normaliser(monkeypatch):
     for name in [n for n in sys.modules if n.startswith("nemo_rl")]:
         monkeypatch.delitem(sys.modules, name)
-    install(monkeypatch, "nemo_rl.algorithms.interfaces", (LossType, LossInputType))
+    install(monkeypatch, "nemo_rl.algorithms.interfaces", ("LossType", "LossInputType"))
     assert FusedClippedPGLoss().metric_normalizations == {}
 
 

@@ -1,67 +1,30 @@
 """prime-rl's custom loss: LossInputs of one sequence to LossOutputs."""
 
 import re
-import sys
 import types
-from dataclasses import dataclass
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch, lists, rows_grad, truth
+from oracles import KINDS, assert_same, assert_step
 
 import fusedpg
-from fusedpg.certify.transcribed_prime_rl import CASES
+from fusedpg.certify.adapters import prime_rl
+from fusedpg.certify.adapters.batches import batch, rows_grad
+from fusedpg.certify.adapters.compare import stand_in
+from fusedpg.certify.adapters.prime_rl import CASES, MEMBERS, MODULE, LossInputs, sequences
 from fusedpg.integrations.prime_rl import fused_loss, loss_of
-
-OWN = [case for case in CASES if case.counts is None]
-
-
-@dataclass
-class LossInputs:
-    """By prime-rl's contract."""
-
-    trainer_logprobs: torch.Tensor
-    inference_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor | None
-    advantages: torch.Tensor
-    loss_mask: torch.Tensor
-    loss_weights: torch.Tensor | None = None
-
-
-@dataclass
-class LossOutputs:
-    """By prime-rl's contract."""
-
-    loss: torch.Tensor
-    metrics: dict
 
 
 @pytest.fixture(autouse=True)
-def prime(monkeypatch):
-    path = "prime_rl.trainer.rl.loss"
-    parts = path.split(".")
-    for i in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
-    sys.modules[path].LossOutputs = LossOutputs
-
-
-def sequences(b, weights=None):
-    """One LossInputs a sequence; the leaves are the trainer's log-probs."""
-    ls = lists(b)
-    leaves = [t.clone().requires_grad_() for t in ls.logp]
-    rows = zip(leaves, ls.logp_rollout, ls.logp_ref, ls.advantages, ls.mask, strict=True)
-    return [LossInputs(*row, weights) for row in rows], leaves
+def prime():
+    with stand_in(MODULE, **MEMBERS):
+        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", OWN, ids=[f"{c.loss}-{c.option}" for c in OWN])
+@pytest.mark.parametrize("case", CASES, ids=[f"{c.loss}-{c.option}" for c in CASES])
 def test_prime_s_own_losses(case, kind):
-    """The sum over sequences, which prime-rl divides."""
-    b = batch(kind, per_token=True)
-    inputs, leaves = sequences(b)
-    total = sum(fused_loss(one, case.loss, **case.options).loss for one in inputs)
-    total.backward()
-    assert_same(total, rows_grad(leaves, b.logp), *truth(b, case.formula))
+    assert_step(prime_rl, case, kind)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "vespo", "topr"])

@@ -8,56 +8,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch, lists, rows_grad, truth
+from oracles import KINDS, assert_same, assert_step
 
 import fusedpg
-from fusedpg.certify.transcribed_rllm import MODES, aggregate, gspo, ppo_clip
-from fusedpg.certify.transcribed_rllm import cases as rllm_cases
+from fusedpg.certify.adapters import rllm as trainer
+from fusedpg.certify.adapters.batches import batch, lists, step_batch, truth
+from fusedpg.certify.adapters.rllm import CASES, Context, context, datums, managed_step, managed_want, observed
+from fusedpg.certify.transcribed_rllm import MODES, aggregate, gspo
 from fusedpg.integrations import rllm
 
-CASES = [case for case in rllm_cases() if case.counts is None]
 IDS = [f"{case.loss}-{case.options.get('loss_agg_mode', 'pinned')}-{i}" for i, case in enumerate(CASES)]
-
-
-class Context:
-    """The contract's fields and reducers, and nothing else."""
-
-    def __init__(self, logp, old, adv, mask, obs, ref, rollout, params, mode):
-        self.logp_curr, self.logp_old, self.advantages = logp, old, adv
-        self.action_mask, self.obs_mask = mask.float(), obs.float()
-        self.logp_ref, self.logp_rollout, self.params = ref, rollout, params
-        self._mode = mode
-
-    def aggregate(self, per_token, mask, mode=None):
-        """Each row is a sequence; (N,) is one."""
-        rows = lambda t: t if t.ndim == 2 else t[None]  # noqa: E731
-        counts = SimpleNamespace(mask=rows(self.action_mask).double())
-        return aggregate(rows(per_token).double(), rows(mask).double(), counts, mode or self._mode, None, None)
-
-    def seq_reduce(self, values, mask, reduction):
-        raise AssertionError("the kernel needs no reducer of its own")
-
-
-def context(b, obs, params, mode):
-    leaf = b.logp.clone().requires_grad_()
-    fields = (b.logp_old, b.token_advantages, b.mask, obs, b.logp_ref, b.logp_rollout)
-    return leaf, Context(leaf, *fields, params, mode)
-
-
-def observed(case, b):
-    return ~b.mask if case.observes == "apart" else (b.mask if case.observes == "same" else torch.zeros_like(b.mask))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_bodies_are_rllms_losses(case, kind):
-    b = batch(kind, case.token_advantages)
-    obs = observed(case, b)
+    assert_step(trainer, case, kind)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_metrics_are_floats(case):
+    b = batch("holes", case.token_advantages)
     params = {k: v for k, v in case.options.items() if k != "loss_agg_mode"}
-    leaf, ctx = context(b, obs, params, case.options.get("loss_agg_mode", MODES[0]))
-    loss, metrics = rllm.BODIES[f"fusedpg_{case.loss}"](ctx)
-    loss.backward()
-    assert_same(loss, leaf.grad, *truth(b, case.formula, obs))
+    _, ctx = context(b, observed(case, b), params, MODES[0])
+    _, metrics = rllm.BODIES[f"fusedpg_{case.loss}"](ctx)
+    assert bool(metrics) == (case.loss != "reinforce")
     assert all(type(value) is float for value in metrics.values())
 
 
@@ -85,15 +60,14 @@ def test_every_loss_is_the_library_s_own(name, kind):
 
 def test_one_datum_is_one_sequence():
     b = batch("ragged")
-    leaf = b.logp[0].clone().requires_grad_()
-    zeros = torch.zeros_like(b.mask[0])
-    given = (b.logp_old[0], b.token_advantages[0], b.mask[0], zeros, None, b.logp_rollout[0], {"eps_clip": 3e-4})
-    loss, metrics = rllm.BODIES["fusedpg_gspo"](Context(leaf, *given, MODES[0]))
+    row = SimpleNamespace(**{k: v[0] for k, v in vars(b).items() if isinstance(v, torch.Tensor)})
+    leaf = row.logp.clone().requires_grad_()
+    ctx = Context(row, leaf, torch.zeros_like(row.mask), {"eps_clip": 3e-4}, MODES[0])
+    loss, metrics = rllm.BODIES["fusedpg_gspo"](ctx)
     loss.backward()
     one = SimpleNamespace(**{k: v[:1] for k, v in vars(b).items() if isinstance(v, torch.Tensor)})
     formula = lambda f: aggregate(gspo(f, eps_clip=3e-4), f.mask, f, MODES[0], None, None)  # noqa: E731
-    want, grad = truth(one, formula)
-    assert_same(loss, leaf.grad[None], want, grad)
+    assert_same(loss, leaf.grad[None], *truth(one, formula))
     assert list(metrics) == ["gspo/clip_frac"]
 
 
@@ -192,13 +166,6 @@ def test_the_package_declares_the_entry_point():
 # ------------------------------------------------------------------ managed backends
 
 
-def datums(ls, extra=()):
-    keys = {"logprobs": ls.logp_rollout, "advantages": ls.advantages, "mask": ls.mask, **dict(extra)}
-    return [
-        SimpleNamespace(loss_fn_inputs={key: values[i] for key, values in keys.items()}) for i in range(len(ls.logp))
-    ]
-
-
 def leaves(ls):
     return [t.clone().requires_grad_() for t in ls.logp]
 
@@ -207,17 +174,11 @@ def leaves(ls):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", rllm.MANAGED)
 def test_managed_loss(backend, mode, kind):
-    """Tinker divides by the counts of the call; Fireworks gets the sum and divides itself."""
-    b = batch(kind)
-    b.logp_old[:] = b.logp_rollout  # the sampler is the ratio's denominator there
+    """Tinker divides by the counts of the step; Fireworks gets the sum and divides itself."""
+    b = step_batch(kind, False)
+    assert_same(*managed_step(backend, mode, b), *managed_want(backend, mode, b))
     ls = lists(b)
-    tensors = leaves(ls)
-    loss, metrics = rllm.managed_loss("fusedpg_ppo_clip", backend, loss_agg_mode=mode)(datums(ls), tensors)
-    loss.backward()
-    ones = (None, None) if backend == "tinker" else (1.0, 1.0)
-    formula = lambda f: aggregate(ppo_clip(f), f.mask, f, mode, *ones)  # noqa: E731
-    assert_same(loss, rows_grad(tensors, b.logp), *truth(b, formula))
-    assert list(metrics) == ["ppo/clip_frac"]
+    assert list(rllm.managed_loss("fusedpg_ppo_clip", backend)(datums(ls), leaves(ls))[1]) == ["ppo/clip_frac"]
 
 
 def test_fireworks_sums_add_up_over_calls():

@@ -4,94 +4,31 @@ import pickle
 import re
 import sys
 import types
-from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial, wraps
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch, truth
+from oracles import KINDS, assert_step
 
-from fusedpg.certify.transcribed_skyrl import CASES
+from fusedpg.certify.adapters import skyrl as trainer
+from fusedpg.certify.adapters.batches import batch
+from fusedpg.certify.adapters.skyrl import CASES, algorithm
 from fusedpg.integrations import skyrl
 
-#: those whose reduction and KL are SkyRL's own affair, as in its workers
-OWN = [case for case in CASES if not {"loss_reduction", "use_kl_loss"} & set(case.options)]
-IDS = [f"{case.loss}-{case.option}" for case in OWN]
-
-
-@dataclass
-class Correction:
-    """OffPolicyCorrectionConfig, by its contract."""
-
-    tis_ratio_type: str | None = None
-    token_tis_ratio_clip_high: float = 2.0
-    sequence_tis_ratio_clip_high: float = 5.0
-    sequence_mask_metric: str | None = None
-    geo_mask_high: float = 1.01
-    geo_mask_low: float = 0.99
-    product_mask_high: float = 2.0
-    product_mask_low: float = 0.5
-    outlier_token_is_threshold_low: float | None = None
-    outlier_token_is_threshold_high: float | None = None
-    token_mask_is_threshold_low: float | None = None
-    token_mask_is_threshold_high: float | None = None
-
-
-def nested(name, **values):
-    return make_dataclass(name, [(k, type(v), field(default=v)) for k, v in values.items()])
-
-
-Sapo = nested("Sapo", tau_pos=1.0, tau_neg=1.05)
-Cispo = nested("Cispo", cispo_eps_clip_low=0.0, cispo_eps_clip_high=5.0)
-Dppo = nested("Dppo", dppo_type="binary_tv", delta_low=0.2, delta_high=0.2)
-ClipCov = nested("ClipCov", clip_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0)
-KLCov = nested("KLCov", kl_cov_frac=0.2, ppo_kl_coef=1.0)
-
-
-@dataclass
-class Algorithm:
-    """AlgorithmConfig, by its contract; SkyRL's defaults."""
-
-    policy_loss_type: str = "regular"
-    loss_reduction: str = "token_mean"
-    max_seq_len: int | None = None
-    use_kl_loss: bool = True
-    kl_loss_coef: float = 0.001
-    kl_estimator_type: str = "k3"
-    use_tis: bool = False
-    eps_clip_low: float = 0.2
-    eps_clip_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    off_policy_correction: Correction = field(default_factory=Correction)
-    sapo: Sapo = field(default_factory=Sapo)
-    cispo: Cispo = field(default_factory=Cispo)
-    dppo: Dppo = field(default_factory=Dppo)
-    clip_cov: ClipCov = field(default_factory=ClipCov)
-    kl_cov: KLCov = field(default_factory=KLCov)
-
-
-def algorithm(**options):
-    """Options where AlgorithmConfig keeps them."""
-    config = Algorithm()
-    for key, value in options.items():
-        homes = [config, *(getattr(config, f.name) for f in fields(config))]
-        (home,) = [h for h in homes if hasattr(type(h), "__dataclass_fields__") and key in type(h).__dataclass_fields__]
-        setattr(home, key, value)
-    return config
+IDS = [f"{case.loss}-{case.option}" for case in CASES]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", OWN, ids=IDS)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_losses(case, kind):
-    """The advantages come with SkyRL's reduction in them; the loss is a masked sum."""
-    b = batch(kind, per_token=True)
-    b.token_advantages.div_(float(b.mask.sum()))
-    leaf = b.logp.clone().requires_grad_()
-    fn = partial(skyrl.fused_loss, loss=case.loss)
-    loss, metrics = fn(leaf, b.logp_old, b.token_advantages, algorithm(**case.options), b.mask.float(), b.logp_rollout)
-    loss.backward()
-    counts = {"batch_size": b.mask.shape[0], "tokens": float(b.mask.sum())}
-    assert_same(loss, leaf.grad, *truth(b, case.formula, **counts), limit=2e-5)
+    assert_step(trainer, case, kind, limit=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_metrics_are_floats(case):
+    b = batch("holes", per_token=True)
+    given = (b.logp, b.logp_old, b.token_advantages, algorithm(**case.options), b.mask.float(), b.logp_rollout)
+    _, metrics = skyrl.fused_loss(*given, loss=case.loss)
     assert metrics
     assert all(type(value) is float for value in metrics.values())
 

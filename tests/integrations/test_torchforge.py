@@ -4,50 +4,23 @@ import re
 
 import pytest
 import torch
-from oracles import KINDS, assert_same, batch
+from oracles import KINDS, assert_same
 
 import fusedpg
+from fusedpg.certify.adapters import torchforge
+from fusedpg.certify.adapters.batches import batch, step_batch
+from fusedpg.certify.adapters.torchforge import PROMPT
 from fusedpg.integrations.torchforge import logits_loss
-
-VOCAB, PROMPT = 7, 3
 
 
 def inputs(kind="holes", empty=False):
-    b = batch(kind, empty=empty)
-    g = torch.Generator().manual_seed(0)
-    rows, length = b.mask.shape
-    logits = torch.randn(rows, PROMPT + length, VOCAB, generator=g)
-    response = torch.randint(0, VOCAB, (rows, length), generator=g)
-    p = torch.log_softmax(logits[:, PROMPT - 1 : -1], -1).gather(-1, response[..., None])[..., 0]
-    targets = {
-        "response": response,
-        "ref_logprobs": p + 0.1 * torch.randn(p.shape, generator=g),
-        "advantages": b.advantages[:, None],
-        "padding_mask": b.mask,
-    }
-    return logits, targets
-
-
-def simple_grpo(logits, response, ref_logprobs, advantages, padding_mask, beta=0.1):
-    """torchforge's recipe: on-policy GRPO with k3, the mean of the rows' means over rows with a token."""
-    logp = torch.log_softmax(logits[:, -response.shape[1] - 1 : -1], -1).gather(-1, response[..., None])[..., 0]
-    kl = (ref_logprobs - logp).exp() - (ref_logprobs - logp) - 1
-    x = -((logp - logp.detach()).exp() * advantages - beta * kl) * padding_mask
-    tokens = padding_mask.sum(1)
-    return (x.sum(1) / tokens.clamp(min=1)).sum() / (tokens > 0).sum()
+    return torchforge.inputs(batch(kind, empty=empty))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_own_recipe(kind):
-    logits, targets = inputs(kind)
-    leaf = logits.clone().requires_grad_()
-    loss = logits_loss("grpo", kl_coef=0.1)(leaf, **targets)
-    loss.backward()
-    wide = logits.double().requires_grad_()
-    doubles = {k: v.double() if v.is_floating_point() else v for k, v in targets.items()}
-    want = simple_grpo(wide, **doubles)
-    want.backward()
-    assert_same(loss, leaf.grad, want.detach(), wide.grad)
+    b = step_batch(kind, False)
+    assert_same(*torchforge.step(b), *torchforge.want(b))
 
 
 def test_it_compiles():

@@ -5,35 +5,22 @@ import pickle
 import pytest
 import tiny_verl
 import torch
-from tiny_verl import actor_config, close, micro_batch, modes
+from tiny_verl import actor_config, close, in_fp64, micro_batch, modes, run
 
-from fusedpg.certify.verl_jobs import KL_TYPES, REQUIRED
+from fusedpg.certify.adapters.verl import TERMS, split
+from fusedpg.certify.verl_jobs import GLOBAL, KL_TYPES, REQUIRED
 from fusedpg.presets._verl import ENTRY_OF
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), tiny_verl.needs_verl]
 
 VALUE, GRAD, METRIC = 1e-6, 2e-6, 5e-6
 LENGTHS = [(3, 5), (1, 9), (4, 2), (2, 7)]
-COUNTS = {"dp_size": 2, "batch_num_tokens": 37, "global_batch_size": 11}
+COUNTS = dict(GLOBAL)
 
 
 @pytest.fixture(scope="module")
 def verl():
     return tiny_verl.load()
-
-
-def run(fn, td, logp, entropy, total):
-    leaves = [logp.clone().requires_grad_(), entropy.clone().requires_grad_()]
-    offsets = torch.tensor([0, *total]).cumsum(0)
-    output = {
-        name: torch.nested.nested_tensor_from_jagged(leaf, offsets)
-        for name, leaf in zip(("log_probs", "entropy"), leaves, strict=True)
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        loss, metrics = fn(output, td, dp_group=None)
-    loss.backward()
-    return loss.detach(), metrics, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 def assert_same_step(verl, loss, options, **batch):
@@ -52,18 +39,6 @@ def assert_same_step(verl, loss, options, **batch):
         assert ours[1][name].aggregation == value.aggregation, name
         close(ours[1][name].aggregate(), value.aggregate(), METRIC, name)
     assert any(g.any() for g in ours[2])
-
-
-def in_fp64(td, logp, entropy, total):
-    """The same stored values: in fp32 verl's own sum of terms of opposite signs rounds by more than the limit."""
-    floats = {k: v.double() for k, v in td.items() if isinstance(v, torch.Tensor) and v.dtype == torch.float32}
-    wide = td.copy()
-    for name, value in floats.items():
-        wide[name] = value
-    return wide, logp.double(), entropy.double(), total
-
-
-TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coeff": 0.05}
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["jagged", "padded"])
@@ -97,20 +72,9 @@ def test_micro_batches_add_up_to_the_whole(verl):
     fn = verl.fused.make_loss_fn(config)
     td, logp, entropy, total = micro_batch(LENGTHS, counts=COUNTS)
     whole = run(fn, td, logp, entropy, total)
-    first = sum(total[:2])
-    parts = [
-        run(fn, part, *(x[where] for x in (logp, entropy)), lengths)
-        for part, where, lengths in (
-            (rows_of(verl, td, [0, 1]), slice(None, first), total[:2]),
-            (rows_of(verl, td, [2, 3]), slice(first, None), total[2:]),
-        )
-    ]
+    parts = [run(fn, *part) for part in split(td, logp, entropy, total, ((0, 1), (2, 3)))]
     close(parts[0][0] + parts[1][0], whole[0], VALUE, "loss")
     close(torch.cat([p[2][0] for p in parts]), whole[2][0], GRAD, "gradient")
-
-
-def rows_of(verl, td, rows):
-    return verl.tu.index_select_tensor_dict(td, rows)
 
 
 def test_fully_masked_jagged_micro_batch(verl):

@@ -8,7 +8,7 @@ from processes import on_each
 pytestmark = [pytest.mark.filterwarnings("ignore"), tiny_verl.needs_verl]
 
 
-def run(rank):
+def run(rank, head_apart):
     """Stock and fused on one process, different tokens on each."""
     import torch
     import torch.distributed as dist
@@ -28,6 +28,8 @@ def run(rank):
             verl.engine.score_in_forward(model)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
+        if head_apart:
+            fully_shard(model.lm_head, mesh=mesh)
         fully_shard(model, mesh=mesh)
         cls = verl.engine.FusedFSDPEngine if fused else verl.fsdp.FSDPEngineWithLMHead
         output, grads = step(engine_of(cls, model), tokens(0.8, seed=rank))
@@ -36,11 +38,15 @@ def run(rank):
     return found
 
 
-def test_two_processes():
-    """Failure case 122: scoring inside the wrapped forward leaves the ranks with one gradient."""
+@pytest.mark.parametrize("head_apart", [False, True])
+def test_two_processes(head_apart):
+    """Failure case 122: scoring inside the wrapped forward leaves the ranks with one gradient.
+
+    A head that is sharded apart from the model is still in pieces there, and gathered differentiably.
+    """
     import torch
 
-    found = on_each(run)
+    found = on_each(run, head_apart)
     for (stock, grads), (fused, ours) in found:
         torch.testing.assert_close(torch.tensor(fused), torch.tensor(stock), atol=2e-6, rtol=2e-6)
         assert set(ours) == set(grads)

@@ -124,22 +124,23 @@ def test_split_equals_whole(name):
 @pytest.mark.parametrize("path", ["native", "custom"])
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "icepop", "echo", "reinforce_kl"])
 def test_resolved_losses(name, path):
-    """`ResolvedLoss.from_hidden` equals `from_logits` of the product."""
+    """`ResolvedLoss.from_hidden` equals `from_logits` of the product, the head's bias in it."""
     batch = make_batch()
     model = Policy()
     hidden, weight = model.table[batch["input_ids"]].tanh().detach(), model.head.detach().t().contiguous()
+    bias = torch.linspace(-1, 1, weight.shape[0], dtype=weight.dtype)
     fields = {k: batch[k] for k in ("logp_old", "logp_ref", "logp_rollout", "sequence_advantages", "mask")}
     fields["obs_mask"] = ~batch["mask"]
     loss = fusedpg.resolve_loss(name, backend="cpu", path=path)
     results = []
     for through_hidden in (False, True):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        h, w, b = (t.clone().requires_grad_() for t in (hidden, weight, bias))
         if through_hidden:
-            out = loss.from_hidden(h, w, batch["targets"], workspace_mib=1, **fields)
+            out = loss.from_hidden(h, w, batch["targets"], bias=b, workspace_mib=1, **fields)
         else:
-            out = loss.from_logits(h @ w.t(), batch["targets"], **fields)
+            out = loss.from_logits(h @ w.t() + b, batch["targets"], **fields)
         out.loss.backward()
-        results.append((out, h.grad, w.grad))
+        results.append((out, h.grad, w.grad, b.grad))
     for a, b in itertools.zip_longest(*(r[1:] for r in results)):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(results[0][0].loss, results[1][0].loss)

@@ -15,8 +15,8 @@ __all__ = ["ORACLES", "RUNS", "Row", "all_rows", "rows_of"]
 
 #: modules with `rows(backend)`, in the order of the table
 ORACLES = ("verl", "trl", "polgrad", "liger", "transcribed")
-#: whole training runs, on demand
-RUNS = ("trl_runs",)
+#: on demand: every drop-in beside its trainer; whole training runs
+RUNS = ("adapters", "trl_runs")
 
 
 def rows_of(oracle: str, backend: str = "auto") -> Iterator[Row]:

@@ -16,8 +16,9 @@ from .rows import Row, not_installed
 
 #: of a step's logged loss (absolute) and of its gradient norm (relative)
 LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
-#: several updates of each generated batch, several micro-batches of each update, a reference
-RUN: dict[str, Any] = {"max_steps": 4, "beta": 0.04, "num_iterations": 2, "steps_per_generation": 4}
+#: two updates of each of two generated batches, two micro-batches of each update; the reference is the old policy of
+#: the first batch alone
+RUN: dict[str, Any] = {"max_steps": 4, "beta": 0.04, "num_iterations": 2, "steps_per_generation": 2}
 
 
 def run_options(loss: str) -> dict[str, Any]:

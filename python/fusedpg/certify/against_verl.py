@@ -11,7 +11,7 @@ from .verl_compare import UNBOUNDED, difference
 from .verl_errors import error_rows
 from .verl_jobs import jobs
 
-_FIX = "pip install --no-deps verl==0.9.1, then its omegaconf, tensordict<=0.10.0, codetiming and transformers<5.11"
+FIX = "pip install --no-deps verl==0.9.1, then its omegaconf, tensordict<=0.10.0, codetiming and transformers<5.11"
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:
@@ -19,7 +19,7 @@ def rows(backend: str = "auto") -> Iterator[Row]:
     try:
         oracle = verl_oracle.load()
     except Exception as error:  # whatever an installation lacks, the table says it
-        yield from not_installed("verl", "", ENTRY_OF, f"{type(error).__name__}: {error}; {_FIX}")
+        yield from not_installed("verl", "", ENTRY_OF, f"{type(error).__name__}: {error}; {FIX}")
         return
     for job in jobs():
         notes = [job.spec.note, "without ratios of exp(200), inf in fp32" if job.loss in UNBOUNDED else ""]

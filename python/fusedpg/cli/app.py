@@ -196,14 +196,16 @@ def losses_command(
 @app.command("parity")
 def parity_command(
     trainer: Annotated[
-        list[str] | None, typer.Argument(help="Oracles: verl, trl, polgrad, liger, transcribed; or trl_runs.")
+        list[str] | None,
+        typer.Argument(help="Oracles: verl, trl, polgrad, liger, transcribed; or adapters, trl_runs."),
     ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu, triton or reference.")] = "auto",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
 ) -> None:
     """Compare every preset with its trainer's own code (or its formula in fp64), in value and in gradient.
 
-    `trl_runs`, by name only, trains a tiny model with TRL, stock and fused, and compares losses and gradient norms.
+    By name only: `adapters` runs every trainer's drop-in over a step of two micro-batches and an empty one beside the
+    trainer; `trl_runs` trains a tiny model with TRL, stock and fused, and compares losses and gradient norms.
     Exits with 1 when any row differs.
     """
     from ..certify import ORACLES, RUNS, rows_of
@@ -212,7 +214,8 @@ def parity_command(
     wanted = trainer or list(ORACLES)
     unknown = sorted(set(wanted) - {*ORACLES, *RUNS})
     if unknown:
-        Console(stderr=True).print(f"expected some of {', '.join(ORACLES + RUNS)}; got {unknown[0]!r}", highlight=False)
+        message = f"expected some of {', '.join(ORACLES + RUNS)}; got {unknown[0]!r}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(2)
     rows = []
     with progress_bar(make_console(stderr=True)) as progress:

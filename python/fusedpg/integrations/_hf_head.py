@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..hidden_states import HiddenStates
+from ..linear_plan import plan_linear
+from ..linear_walk import Head, LinearWalk, default_workspace
 
 #: config attributes that multiply the logits, by the first that is set
 _MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -58,9 +60,21 @@ def plain_head(model: Any) -> nn.Module:
 
 
 def whole(parameter: Tensor | None) -> Tensor | None:
-    """A sharded parameter (FSDP2) gathered, differentiably; others as they are."""
-    full: Any = getattr(parameter, "full_tensor", None)
-    return parameter if full is None else full()
+    """A sharded parameter (FSDP2) gathered; others as they are.
+
+    A parameter that its own module's forward has not gathered misses FSDP's reduction as well: its gradient is the mean
+    over the ranks here.
+    """
+    sharded: Any = parameter
+    if parameter is None or not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    mesh = sharded.device_mesh
+    full: Tensor = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full
 
 
 def base_of(model: Any) -> nn.Module:
@@ -84,6 +98,19 @@ def states(model: nn.Module, hidden: Tensor, mapping: dict[str, Any]) -> HiddenS
     weight = whole(head.weight)
     assert weight is not None
     return HiddenStates(hidden.to(weight.device), weight, whole(getattr(head, "bias", None)), **mapping)
+
+
+def mean_capped_logits(head: Head, active: Tensor, softcap: float, scale: float) -> Tensor:
+    """(N,) means over the vocabulary of `softcap*tanh(scale*z/softcap)` at the active rows, a tile of z at a time."""
+    shape = head.shape(gradient=False, weight_gradient=False)
+    walk = LinearWalk(head, plan_linear(shape, default_workspace(head.hidden.device, shape)))
+    means = torch.zeros(active.shape, dtype=head.compute, device=active.device)
+    for rows in active.nonzero().view(-1).split(walk.plan.rows):
+        x = walk.take(rows)
+        for begin, end in walk.blocks():
+            z = walk.logits(x, rows.numel(), begin, end)[0]
+            means[rows] += (softcap * torch.tanh(z * (scale / softcap))).sum(1) / walk.vocab
+    return means
 
 
 def backbone_states(model: Any, *args: Any, **kwargs: Any) -> Any:

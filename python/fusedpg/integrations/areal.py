@@ -37,7 +37,8 @@ def actor_loss(loss: str = "ppo", *, backend: str = "auto", **options: Any) -> C
     Raises:
         ValueError: an option that cannot be honoured, by name.
     """
-    return partial(_loss, spec=areal_preset(loss, **options), backend=backend)
+    decoupled = bool(options.get("use_decoupled_loss"))
+    return partial(_loss, spec=areal_preset(loss, **options), decoupled=decoupled, backend=backend)
 
 
 def actor_loss_of(config: Any, backend: str = "auto") -> Callable[..., Tensor]:
@@ -50,6 +51,11 @@ def actor_loss_of(config: Any, backend: str = "auto") -> Callable[..., Tensor]:
         said["rejection_sampling"] = options_from(said["rejection_sampling"])
     if given.get("m2_threshold") is not None:
         said["m2_threshold"] = given["m2_threshold"]
+    if given.get("use_decoupled_loss") and given.get("prox_logp_method") == "loglinear":
+        raise ValueError(
+            "prox_logp_method: the fused loss reads the proximal log-probs; got 'loglinear', which approximates them "
+            "inside AReaL's loss; use 'recompute'"
+        )
     return actor_loss(loss, backend=backend, **said)
 
 
@@ -65,6 +71,7 @@ def _loss(
     input_data: Mapping[str, Any],
     *,
     spec: TrainerSpec,
+    decoupled: bool,
     backend: str,
     **kwargs: Any,
 ) -> Tensor:
@@ -76,10 +83,12 @@ def _loss(
     for name in _REFUSED:
         if input_data.get(name) is not None:
             raise ValueError(f"{name}: the fused loss has no distillation term; got a tensor; leave it out")
-    sampled, proximal = input_data["logprobs"], input_data.get("prox_logp")
-    if proximal is None and spec.needs_logp_rollout:
-        raise ValueError("prox_logp: the decoupled loss reads it; got none; use prox_logp_method='recompute'")
     mask, cu_seqlens = input_data["loss_mask"].bool(), input_data.get("cu_seqlens")
+    if spec.level == Level.SEQUENCE and mask.ndim == 1 and cu_seqlens is None:
+        raise ValueError("cu_seqlens: importance_sampling_level='sequence' works on sequences; got none; pass it")
+    sampled, proximal = input_data["logprobs"], input_data.get("prox_logp")
+    if proximal is None and decoupled:
+        raise ValueError("prox_logp: the decoupled loss reads it; got none; use prox_logp_method='recompute'")
     out = policy_loss(
         spec,
         logprobs,
@@ -101,8 +110,6 @@ def _advantages(spec: TrainerSpec, values: Tensor, mask: Tensor, cu_seqlens: Ten
     """A sequence's is the mean of its tokens'."""
     if spec.level != Level.SEQUENCE:
         return {"advantages": values}
-    if values.ndim == 1 and cu_seqlens is None:
-        raise ValueError("cu_seqlens: importance_sampling_level='sequence' works on sequences; got none; pass it")
     terms = (torch.where(mask, values, 0.0), mask.to(values.dtype))
     total, count = (sequence_sums(t, None if values.ndim == 2 else cu_seqlens) for t in terms)
     return {"sequence_advantages": total / count.clamp(min=1)}

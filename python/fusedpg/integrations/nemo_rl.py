@@ -81,14 +81,19 @@ class FusedClippedPGLoss:
         for name in _FILTERED:
             if data.get(name) is not None:
                 raise ValueError(f"{name}: top-k or top-p filtered log-probs are not supported; switch the filter off")
+        if self._logits:
+            _check_whole(logits, kwargs)
+        elif next_token_logprobs is None:
+            raise ValueError("next_token_logprobs: input_type LOGPROB expects them; got none")
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         fields = self._fields(data, mask)
         toks, seqs = (torch.as_tensor(n).float() + 1e-8 for n in (global_valid_toks, global_valid_seqs))
         fields["normalizer"] = toks if self.spec.reduction == "token-mean" else seqs
-        out = self._loss_from_logits(logits, data, fields, kwargs) if self._logits else None
-        if out is None:
-            if next_token_logprobs is None:
-                raise ValueError("next_token_logprobs: input_type LOGPROB expects them; got none")
+        if self._logits:
+            assert logits is not None
+            out = policy_loss_from_logits(self.spec, logits[:, :-1], data["input_ids"][:, 1:], **fields)
+        else:
+            assert next_token_logprobs is not None
             out = policy_loss(self.spec, next_token_logprobs, **fields)
         return out.loss, self._metrics(out, toks, data["sample_mask"])
 
@@ -103,19 +108,6 @@ class FusedClippedPGLoss:
             "backend": self.backend,
             **advantages_of(spec, data["advantages"][:, 1:], mask, None),
         }
-
-    def _loss_from_logits(
-        self, logits: Tensor | None, data: Mapping[str, Any], fields: dict[str, Any], kwargs: Mapping[str, Any]
-    ) -> LossOutput:
-        if logits is None:
-            raise ValueError("logits: input_type LOGIT expects them; got none")
-        for name in _GROUPS:
-            group = kwargs.get(name)
-            if group is not None and torch.distributed.get_world_size(group) > 1:
-                raise ValueError(f"{name}: sharded logits are not supported; got a group; use input_type='logprob'")
-        if hasattr(logits, "placements"):
-            raise ValueError("logits: expected the whole vocabulary; got a DTensor; use input_type='logprob'")
-        return policy_loss_from_logits(self.spec, logits[:, :-1], data["input_ids"][:, 1:], **fields)
 
     def _metrics(self, out: LossOutput, toks: Tensor, sample_mask: Tensor) -> dict[str, float]:
         share = out.metrics["tokens"] / toks.to(out.loss.device)
@@ -141,6 +133,18 @@ def clipped_pg_spec(cfg: Any = None) -> TrainerSpec:
     if "token_level_loss" in given:
         said["token_level_loss"] = given["token_level_loss"]
     return nemo_rl_preset(**said)
+
+
+def _check_whole(logits: Tensor | None, kwargs: Mapping[str, Any]) -> None:
+    """Refuse logits that are none, or a part of the vocabulary or of the sequence."""
+    if logits is None:
+        raise ValueError("logits: input_type LOGIT expects them; got none")
+    for name in _GROUPS:
+        group = kwargs.get(name)
+        if group is not None and torch.distributed.get_world_size(group) > 1:
+            raise ValueError(f"{name}: sharded logits are not supported; got a group; use input_type='logprob'")
+    if hasattr(logits, "placements"):
+        raise ValueError("logits: expected the whole vocabulary; got a DTensor; use input_type='logprob'")
 
 
 def _interfaces() -> Any:

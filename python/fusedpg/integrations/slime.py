@@ -107,6 +107,7 @@ def check_args(args: Any) -> TrainerSpec:
             f"{_REDUCER}: slime reduces the policy term with it and the KL and entropy terms without; got it with one "
             "of those; set their coefficients to 0"
         )
+    _reducer_builder(args)
     return spec
 
 
@@ -121,17 +122,29 @@ def _rows(totals: Sequence[int], lengths: Sequence[int], device: torch.device) -
     return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def _own_reducer(args: Any, batch: Any) -> Callable[[Tensor], Tensor] | None:
-    """What `--custom-pg-loss-reducer-function-path` names."""
+def _reducer_builder(args: Any) -> Callable[..., Callable[[Tensor], Tensor]] | None:
+    """The function that `--custom-pg-loss-reducer-function-path` names.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
     path = getattr(args, _REDUCER, None)
     if path is None:
         return None
     module, _, name = path.rpartition(".")
-    build = getattr(import_module(module), name)
-    found: Callable[[Tensor], Tensor] = build(
-        batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], args.calculate_per_token_loss
-    )
+    try:
+        found: Callable[..., Callable[[Tensor], Tensor]] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{_REDUCER}: expected module.function; got {path!r}: {error}") from error
     return found
+
+
+def _own_reducer(args: Any, batch: Any) -> Callable[[Tensor], Tensor] | None:
+    """The custom reducer of a micro-batch."""
+    build = _reducer_builder(args)
+    if build is None:
+        return None
+    return build(batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], args.calculate_per_token_loss)
 
 
 def _log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:

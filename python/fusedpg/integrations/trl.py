@@ -10,6 +10,7 @@ or, for any trainer that scores through TRL's fused head (GRPO, RLOO, SFT, DPO, 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from ..presets import trl as trl_preset
 from ..presets._trl import options_of
 from ..presets.base import TrainerSpec
 from ..spec import Anchor, Level
-from ._hf_head import answer, backbone_states, base_of, logit_map, masked_ids, plain_head, states
+from ._hf_head import answer, backbone_states, base_of, logit_map, masked_ids, mean_capped_logits, plain_head, states
 
 OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
 _EVERY_OUTPUT = (*OUTPUTS, "log_sum_sq_probs")
@@ -47,7 +48,7 @@ def attach_fused_head(
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         temperature: of the log-probs.
-        outputs: fields to fill; "log_sum_sq_probs" costs one more product; "mean_logits" stays None under a soft cap.
+        outputs: fields to fill; "log_sum_sq_probs" costs one more product, as does "mean_logits" under a soft cap.
         backend: as in `linear_token_logprobs`.
 
     Raises:
@@ -59,9 +60,8 @@ def attach_fused_head(
     if unknown:
         raise ValueError(f"outputs: expected fields among {', '.join(_EVERY_OUTPUT)}; got {unknown}")
     mapping = logit_map(base)
-    if mapping["softcap"] is not None and "mean_logits" in outputs:
-        outputs = [name for name in outputs if name != "mean_logits"]
-    inner = base.forward
+    inner: Any = base.forward
+    inner_is_fused = "fused_lm_head" in inspect.signature(inner, follow_wrapped=False).parameters
 
     @functools.wraps(inner)
     def forward(
@@ -77,7 +77,13 @@ def attach_fused_head(
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             return inner(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         if kwargs.get("output_router_logits"):
-            return inner(*args, fused_lm_head=True, labels=labels, shift_labels=shift_labels, **kwargs)
+            if not inner_is_fused:
+                raise ValueError(
+                    "output_router_logits: TRL's own head computes the auxiliary loss; got a model without it; attach "
+                    "after the trainer's construction"
+                )
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return inner(*args, fused_lm_head=True, **given, **kwargs)
         hidden = backbone_states(self, *args, **kwargs).last_hidden_state
         if shift_labels is None:
             assert labels is not None
@@ -115,7 +121,8 @@ def _score(
     if "is_top1" in outputs:
         fields["is_top1"] = mask & (logp.detach() + log_sum >= -_TIE)
     if "mean_logits" in outputs:
-        fields["mean_logits"] = _mean_logits(scores, mask, temperature)
+        with torch.no_grad(), linear_ops.no_autocast(scores.hidden):
+            fields["mean_logits"] = _mean_logits(scores, mask, temperature)
     if "log_sum_sq_probs" in outputs:
         with torch.no_grad():
             halved, _, _ = _logprobs(scores, ids, mask, temperature / 2, False, backend)
@@ -140,9 +147,12 @@ def _logprobs(
     return logp.view(ids.shape), entropy.view(ids.shape) if want_entropy else None, log_sum.view(ids.shape)
 
 
-@torch.no_grad()
 def _mean_logits(scores: HiddenStates, mask: Tensor, temperature: float) -> Tensor:
-    """The mean over the vocabulary of linear logits: a product with the mean row of the head."""
+    """The mean over the vocabulary: of linear logits a product with the head's mean row, of capped ones all of them."""
+    if scores.softcap is not None:
+        head = Head(scores.hidden, scores.weight, scores.bias)
+        mean = mean_capped_logits(head, mask.reshape(-1), scores.softcap, scores.logit_scale).view(mask.shape)
+        return torch.where(mask, mean / temperature, 0.0)
     row = scores.weight.float().mean(0)
     shift = 0.0 if scores.bias is None else scores.bias.float().mean()
     mean = (scores.hidden.float() @ row + shift) * (scores.logit_scale / temperature)
@@ -260,8 +270,8 @@ def _accept_objective(base: nn.Module, temperature: float) -> None:
     """Let the model's forward return a micro-batch's loss for `fused_objective=`."""
     mapping = logit_map(base)
 
-    def loss(model: Any, objective: dict[str, Any], **_: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        # a PEFT wrapper passes the inputs on by name, None each: they are in the objective
+    def loss(model: Any, objective: dict[str, Any], **unread: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        # PEFT's forward adds its own arguments, all None: the objective holds the inputs
         targets = objective["targets"]
         inputs = {name: objective[name] for name in ("input_ids", "attention_mask")}
         hidden = backbone_states(model, **inputs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
