@@ -31,7 +31,7 @@ def load():
     """The modules, and the oracle over them; imported once."""
     oracle = verl_oracle.load()
     stock = dict(oracle.algos.POLICY_LOSS_REGISTRY)
-    with verl_oracle._import_environment():
+    with verl_oracle.import_environment():
         modules = {key: importlib.import_module(name) for key, name in NAMES.items()}
     # importing the integration registers; the oracle of other tests in this process is verl as it comes
     oracle.algos.POLICY_LOSS_REGISTRY.clear()

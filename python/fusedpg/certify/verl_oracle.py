@@ -23,7 +23,7 @@ _PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 
 
 @contextmanager
-def _import_environment() -> Iterator[None]:
+def import_environment() -> Iterator[None]:
     """Without plugins, and with as much of Ray as verl's modules touch when they are imported, for as long as that."""
     stub = ModuleType("ray")
     stub.ObjectRef = type("ObjectRef", (), {})  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class Oracle:
 @cache
 def load() -> Oracle:
     """verl, imported once; whatever keeps it from being imported is raised."""
-    with _import_environment():
+    with import_environment():
         names = ("verl", "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper", "verl.workers.config")
         package, algos, correction, configs = map(importlib.import_module, names)
     return Oracle(package.__version__, algos, correction, configs)

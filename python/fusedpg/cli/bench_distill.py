@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fusedpg import distillation_loss
+from fusedpg import dispatch, distillation_loss
 
+from . import availability, memory
+from .availability import LIGER_JSD
 from .bench_logits import TOLERANCE, Tolerance
-from .timing import Contender, Outcome, Verdict, judged
+from .bench_options import DTYPES, Options
+from .report import Job, Section, broken, bytes_gauge, columns, refusals, rounds_note, row_cells, speed_target
+from .timing import Contender, Outcome, Tick, Verdict, judged, measure, ticks
 
-OURS, EAGER = "fusedpg", "torch eager"
+OURS, EAGER, COPY = "fusedpg", "torch eager", "read both, write one"
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 BETA = 0.5
 #: factor that eager must take of ours
@@ -74,22 +77,17 @@ def contenders(problem: Problem) -> list[Contender]:
         Contender(OURS, partial(_ours, problem), divergence_check(problem, tolerance), ours=True),
         Contender(EAGER, partial(_eager, problem), divergence_check(problem, eager)),
     ]
-    if liger_refusal(problem.student.device) is None:
+    if availability.runs(LIGER_JSD, problem.student.device):
         # its gradient passes through the logits' dtype twice; the errors are printed
         loose = Tolerance(1e-3, 0.05)
-        rows.append(Contender("LigerJSD", partial(_liger, problem), divergence_check(problem, loose)))
-    return rows
+        rows.append(Contender(LIGER_JSD, partial(_liger, problem), divergence_check(problem, loose)))
+    return [*rows, Contender(COPY, partial(_copy, problem))]
 
 
-def liger_refusal(device: torch.device) -> str | None:
-    """Why Liger's JSD is not among the rows; None when it is."""
-    try:
-        importlib.import_module("liger_kernel")
-    except ImportError as error:
-        return f"LigerJSD: not run, {error}"
-    if device.type != "cuda":
-        return f"LigerJSD: not run, its Triton kernel needs a GPU and the tensors are on {device.type}"
-    return None
+def _copy(problem: Problem) -> Outcome:
+    """The same bytes without the arithmetic, into new memory as the gradient is."""
+    torch.add(problem.student, problem.teacher)
+    return Outcome()
 
 
 def _ours(problem: Problem) -> Outcome:
@@ -108,12 +106,10 @@ def _eager(problem: Problem) -> Outcome:
 
 def _liger(problem: Problem) -> Outcome:
     """Liger takes log-probabilities; its beta 0 and 1 are forward and reverse KL."""
-    from liger_kernel.transformers import LigerJSD
-
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}[problem.divergence]
     leaf = problem.leaf()
     log_p, log_q = (torch.log_softmax(x.float(), -1) for x in (leaf, problem.teacher))
-    loss = LigerJSD(beta=beta)(log_p, log_q)
+    loss = availability.load(LIGER_JSD).LigerJSD(beta=beta)(log_p, log_q)
     (grad,) = torch.autograd.grad(loss, leaf)
     return Outcome(loss.detach(), grad)
 
@@ -144,3 +140,49 @@ def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outco
     errors = {"loss": loss_error, "grad": grad_error}
     limits = {"loss": tolerance.loss, "grad": tolerance.grad}
     return judged(errors, limits)
+
+
+# ------------------------------------------------------------------ the table
+
+
+def jobs(options: Options) -> Iterator[Job]:
+    """A table for each dtype and divergence."""
+    for name in options.dtypes:
+        tiny = make_problem(1, 2, DTYPES[name], options.place, DIVERGENCES[0])
+        count = len(contenders(tiny))
+        for divergence in DIVERGENCES:
+            yield Job(ticks(count, options.rounds), partial(section, options, name, divergence))
+
+
+def section(options: Options, dtype: str, divergence: str, tick: Tick) -> Section:
+    """Measure all rows and judge them."""
+    device, tokens = options.place, options.distilled_tokens
+    problem = make_problem(tokens, options.vocab, DTYPES[dtype], device, divergence)
+    rows = measure(contenders(problem), lambda: None, options.rounds, device, tick)
+    by_name = {row.name: row for row in rows}
+    ours = by_name[OURS]
+    gauge = bytes_gauge("GB/s (2R+1W)", problem.bytes, by_name[COPY])
+    return Section(
+        title=f"Distillation, {divergence} and its gradient, {dtype}, N = {tokens}, V = {options.vocab}",
+        columns=columns("fusedpg", "loss / grad", gauge),
+        cells=[row_cells(row, ours, gauge) for row in rows],
+        targets=[speed_target("against torch eager", by_name[EAGER], ours, TARGET)],
+        notes=[
+            f"{rounds_note(rows, options.rounds)}; {gauge.note()}",
+            f"student and teacher logits of {problem.bytes / 3e6:.0f} MB each; the extra memory holds the gradient: "
+            f"{memory.HOW[device.type]}",
+            *availability.absent([LIGER_JSD], device),
+            *refusals(rows),
+        ],
+        record={
+            "suite": "distill",
+            "tokens": tokens,
+            "vocab": options.vocab,
+            "dtype": dtype,
+            "divergence": divergence,
+            "gauge": gauge.to_json(),
+            "backend": dispatch.resolve("auto", device, DTYPES[dtype]),
+            "rows": [row.to_json() for row in rows],
+        },
+        broken=broken(rows),
+    )
