@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
-from . import bench, console, machine, models, plots, regressions, results, summary
+from . import bench, console, machine, models, regressions, results, summary
 from .bench_options import Options
 from .results import Record
 
@@ -98,7 +98,7 @@ def bench_command(
         results.write(json_path, run.record)
         _say(f"wrote {json_path}")
     if plot_folder is not None:
-        _say(*(f"wrote {path}" for path in plots.draw(run.record, plot_folder)))
+        _say(*_drawn(run.record, plot_folder))
     if run.broken:
         raise typer.Exit(1)
     if older is not None and regressions.compare(older, run.record, threshold).failed:
@@ -110,9 +110,9 @@ def plot_command(
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")] = Path("fusedpg-plots"),
 ) -> None:
     """Draw a stored report: time and memory against N, percent of the ceiling, accuracy against speed."""
-    paths = plots.draw(_refusing("REPORT", lambda: results.read(report)), out)
-    _say(*(f"wrote {path}" for path in paths))
-    if not paths:
+    drawn = _drawn(_refusing("REPORT", lambda: results.read(report)), out)
+    _say(*drawn)
+    if not drawn:
         _say(f"{report} has no table that a plot is made of: run the suites scaling, logits, hidden or scoring")
         raise typer.Exit(1)
 
@@ -189,6 +189,13 @@ def _stored(path: Path, markdown: bool) -> Run:
     run = _refusing("--from", lambda: results.read(path))
     _print_machine(console.make_console(), run["machine"], markdown)
     return Run(run)
+
+
+def _drawn(run: Record, folder: Path) -> list[str]:
+    """A line for each plot; matplotlib is loaded by whoever asks for one."""
+    from . import plots
+
+    return [f"wrote {path}" for path in plots.draw(run, folder)]
 
 
 def _print_machine(out: Console, info: dict[str, Any], markdown: bool) -> None:

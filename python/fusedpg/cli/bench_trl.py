@@ -116,23 +116,30 @@ def _judge(loss: Tensor, grad: Tensor, outcome: Outcome) -> Verdict:
     return judged(errors, dict.fromkeys(errors, 1e-4))
 
 
+def make_runs(folder: Path, vocab: int) -> dict[str, Run]:
+    """Both trainers, silently."""
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        from trl import GRPOTrainer
+
+        from ..integrations.trl import FusedGRPOTrainer
+
+        kinds = {OURS: FusedGRPOTrainer, STOCK: GRPOTrainer}
+        return {name: make_run(kind, folder, vocab) for name, kind in kinds.items()}
+
+
+def contenders(runs: dict[str, Run]) -> list[Contender]:
+    """The rows of the table."""
+    check = partial(_judge, *_truth(runs[STOCK]))
+    return [Contender(name, run.step, check, ours=name == OURS) for name, run in runs.items()]
+
+
 def section(options: Options, tick: Tick) -> Section:
     """Measure both trainers' step."""
     vocab, rounds = options.vocab, options.rounds
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            from trl import GRPOTrainer
-
-            from ..integrations.trl import FusedGRPOTrainer
-
-            runs = {
-                name: make_run(kind, Path(folder), vocab)
-                for name, kind in ((OURS, FusedGRPOTrainer), (STOCK, GRPOTrainer))
-            }
-        check = partial(_judge, *_truth(runs[STOCK]))
-        contenders = [Contender(name, run.step, check, ours=name == OURS) for name, run in runs.items()]
-        rows = measure(contenders, lambda: None, rounds, torch.device("cpu"), tick)
+        runs = make_runs(Path(folder), vocab)
+        rows = measure(contenders(runs), lambda: None, rounds, torch.device("cpu"), tick)
     return _table({row.name: row for row in rows}, runs[OURS], vocab, rounds)
 
 
