@@ -40,11 +40,9 @@ def bench_command(
         typer.Option(help="Hidden size and vocabulary of a real model (qwen3-8b, ...); tokens are cut on a CPU."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of P1 and P2; distillation takes a quarter, scoring an eighth.")
+        int, typer.Option(min=1, help="Tokens of P1; P2 takes half, distillation a quarter, scoring an eighth.")
     ] = 1024,
-    vocab: Annotated[
-        int, typer.Option(min=2, help="Vocabulary; P2 takes 32768 too, and half the tokens for a larger one.")
-    ] = 151_936,
+    vocab: Annotated[int, typer.Option(min=2, help="Vocabulary; P2 takes 32768 too.")] = 151_936,
     width: Annotated[int, typer.Option(min=1, help="Hidden size of P2, scoring and the sweeps.")] = 512,
     loss_tokens: Annotated[int, typer.Option(min=1, help="Tokens of P4.")] = 1 << 20,
     rounds: Annotated[

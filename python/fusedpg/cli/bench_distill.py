@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,17 +70,18 @@ def eager_loss(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
 
 def contenders(problem: Problem) -> list[Contender]:
     """The rows of the table; Liger's kernel needs a GPU."""
+    truth = make_truth(problem)
     tolerance = TOLERANCE[problem.student.dtype]
     # two log_softmax of a hundred thousand columns leave eager an fp32 gradient wrong in the fifth digit
     eager = Tolerance(tolerance.loss, max(tolerance.grad, 1e-4))
     rows = [
-        Contender(OURS, partial(_ours, problem), divergence_check(problem, tolerance), ours=True),
-        Contender(EAGER, partial(_eager, problem), divergence_check(problem, eager)),
+        Contender(OURS, partial(_ours, problem), partial(_judge, truth, tolerance), ours=True),
+        Contender(EAGER, partial(_eager, problem), partial(_judge, truth, eager)),
     ]
     if availability.runs(LIGER_JSD, problem.student.device):
         # its gradient passes through the logits' dtype twice; the errors are printed
         loose = Tolerance(1e-3, 0.05)
-        rows.append(Contender(LIGER_JSD, partial(_liger, problem), divergence_check(problem, loose)))
+        rows.append(Contender(LIGER_JSD, partial(_liger, problem), partial(_judge, truth, loose)))
     return [*rows, Contender(COPY, partial(_copy, problem))]
 
 
@@ -114,32 +115,36 @@ def _liger(problem: Problem) -> Outcome:
     return Outcome(loss.detach(), grad)
 
 
-def divergence_check(problem: Problem, tolerance: Tolerance) -> Callable[[Outcome], Verdict]:
-    """Judges the loss over all rows and the gradient on some, against autograd in fp64."""
+@dataclass(frozen=True)
+class Truth:
+    """The loss over all rows, and the gradient on some, in fp64."""
+
+    loss: Tensor
+    rows: Tensor
+    grad: Tensor
+
+
+def make_truth(problem: Problem) -> Truth:
+    """By autograd in fp64, a block of rows at a time."""
     tokens = problem.student.shape[0]
     some = torch.tensor(sorted({0, (tokens - 1) // 3, (tokens - 1) // 2, tokens - 1}), device=problem.student.device)
-    rows = range(0, tokens, 64)
+    blocks = zip(problem.student.split(64), problem.teacher.split(64), strict=True)
     with torch.no_grad():
-        parts = [
-            eager_loss(problem.student[i : i + 64].double(), problem.teacher[i : i + 64].double(), problem.divergence)
-            * len(problem.student[i : i + 64])
-            for i in rows
-        ]
+        parts = [eager_loss(s.double(), t.double(), problem.divergence) * len(s) for s, t in blocks]
     leaf = problem.student[some].double().requires_grad_()
     part = eager_loss(leaf, problem.teacher[some].double(), problem.divergence) * len(some) / tokens
     (grad,) = torch.autograd.grad(part, leaf)
-    return partial(_judge, torch.stack(parts).sum() / tokens, grad, some, tolerance)
+    return Truth(torch.stack(parts).sum() / tokens, some, grad)
 
 
-def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outcome: Outcome) -> Verdict:
+def _judge(truth: Truth, tolerance: Tolerance, outcome: Outcome) -> Verdict:
     assert outcome.loss is not None
     assert outcome.grad is not None
-    loss_error = ((outcome.loss.double() - loss).abs() / loss.abs().clamp(min=1)).item()
-    difference = (outcome.grad[some].double() - grad).abs().amax(-1)
-    grad_error = (difference / grad.abs().amax(-1)).max().item()
+    loss_error = ((outcome.loss.double() - truth.loss).abs() / truth.loss.abs().clamp(min=1)).item()
+    difference = (outcome.grad[truth.rows].double() - truth.grad).abs().amax(-1)
+    grad_error = (difference / truth.grad.abs().amax(-1)).max().item()
     errors = {"loss": loss_error, "grad": grad_error}
-    limits = {"loss": tolerance.loss, "grad": tolerance.grad}
-    return judged(errors, limits)
+    return judged(errors, {"loss": tolerance.loss, "grad": tolerance.grad})
 
 
 # ------------------------------------------------------------------ the table

@@ -43,15 +43,13 @@ class Options:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """(tokens, vocabulary) of the hidden suite: half the tokens at a large vocabulary.
+        """(tokens, vocabulary) of the hidden suite: half the tokens, a small vocabulary and the chosen one.
 
         A model has its own vocabulary alone.
         """
         if self.model is not None:
             return [(self.head_tokens or self.tokens, self.vocab)]
-        small = min(SMALL_VOCAB, self.vocab)
-        large = [(max(1, self.tokens // 2), self.vocab)] if self.vocab > small else []
-        return [(self.tokens, small), *large]
+        return [(max(1, self.tokens // 2), vocab) for vocab in sorted({min(SMALL_VOCAB, self.vocab), self.vocab})]
 
     @property
     def hidden_rounds(self) -> int:
