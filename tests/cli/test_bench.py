@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fusedpg import distillation_loss, policy_loss, policy_loss_from_logits
 from fusedpg.cli import accuracy, bench, bench_distill, bench_logits, bench_loss, bench_trl, report, rivals, timing
 from fusedpg.cli.app import app
-from fusedpg.cli.report import Target
+from fusedpg.cli.report import Job, Section, Target
 from fusedpg.cli.timing import Contender, Outcome, Row, Verdict, measure
 
 TINY = ["bench", "--tokens", "5", "--vocab", "301", "--loss-tokens", "1000", "--rounds", "2", "--no-compile"]
@@ -202,7 +202,7 @@ def test_a_gauge_counts_useful_work_and_shares_of_the_fastest_ceiling():
     assert "8 TFLOP/s" in gauge.note()
 
 
-@pytest.mark.parametrize("suite", [s for s in bench.SUITES if s != "trl"])
+@pytest.mark.parametrize("suite", ["logits", "scoring", "hidden", "loss", "distill", "scaling", "accuracy"])
 def test_the_progress_bar_knows_its_length(suite):
     options = bench.Options(
         suites=(suite,), tokens=16, vocab=64, width=8, loss_tokens=256, rounds=3, accuracy_rows=2, compiled=False
@@ -210,6 +210,22 @@ def test_the_progress_bar_knows_its_length(suite):
     seen = []
     list(bench.run(options, seen.append))
     assert len(seen) == bench.total_ticks(options)
+
+
+def test_a_new_suite_is_one_entry(monkeypatch):
+    """Of a job that yields several tables, each of them promised."""
+
+    def tables(tick):
+        for name in ("bytes", "registers"):
+            tick(name)
+            yield Section(name, ["what"], [], [Target("P5: " + name, 1.0, 2.0, at_least=False)])
+
+    suites = {**bench.SUITES, "compiled": bench.Suite("kernels", lambda options: [Job(2, tables)])}
+    monkeypatch.setattr(bench, "SUITES", suites)
+    result = run("--suite", "compiled", "--markdown")
+    assert result.exit_code == 0, result.output
+    assert "| P5 | registers | at most 2x | 1x | met |" in result.output
+    assert bench.total_ticks(bench.Options(suites=("compiled",))) == 2
 
 
 def test_an_unknown_suite_is_refused():

@@ -60,4 +60,4 @@ def run(options: Options, tick: Tick = lambda what: None) -> Iterator[Section]:
     """The sections of every chosen suite, each as soon as it is measured."""
     for name in chosen(options):
         for job in SUITES[name].jobs(options):
-            yield job.section(tick)
+            yield from job.sections(tick)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,10 +93,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Job:
-    """One table that is to be measured, and how often its measurement ticks."""
+    """One table that is to be measured, or several that are measured together, and how often that ticks."""
 
     ticks: int
-    section: Callable[[Tick], Section]
+    measure: Callable[[Tick], Section | Iterable[Section]]
+
+    def sections(self, tick: Tick) -> Iterator[Section]:
+        """Each table as soon as it is there."""
+        measured = self.measure(tick)
+        yield from [measured] if isinstance(measured, Section) else measured
 
 
 def promise(target: dict[str, Any], section: dict[str, Any]) -> str | None:
