@@ -1,14 +1,25 @@
 """Rivals of the benchmark: who can run is a row, who cannot is named with the reason; models by name."""
 
+import os
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from fusedpg.cli import availability, models
+from fusedpg.cli import (
+    availability,
+    bench_hidden,
+    bench_logits,
+    bench_scoring,
+    hidden_rivals,
+    models,
+    scoring_forms,
+)
 from fusedpg.cli.app import app
 from fusedpg.cli.bench_options import Options
+from fusedpg.cli.hidden_truth import loss_check
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -105,3 +116,37 @@ def test_an_unknown_model_is_refused():
     assert result.exit_code == 2
     assert "--model: model: expected one of qwen3-0.6b," in result.output
     assert "got 'qwen9'" in result.output
+
+
+# ------------------------------------------------------------------ rivals with Triton kernels, in its interpreter
+
+
+def interpreted(name):
+    """Skip where their kernels cannot run at all."""
+    pytest.importorskip(availability.RIVALS[name].module.split(".")[0])
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs in Triton's interpreter")
+
+
+def test_ligers_kernel_computes_the_loss_from_logits():
+    interpreted(availability.LIGER_GRPO)
+    problem = bench_logits.make_problem(4, 50, torch.float32, CPU)
+    alike = replace(problem, advantages=torch.ones_like(problem.advantages))
+    problem.prepare()
+    outcome = bench_logits._liger_grpo(alike)
+    assert bench_logits.policy_check(alike, bench_logits.TOLERANCE[torch.float32])(outcome).wrong is None
+
+
+def test_ligers_kernel_scores_logits():
+    interpreted(availability.LIGER_SELECTIVE)
+    problem = bench_scoring.make_logits(4, 50, torch.float32, CPU)
+    logp, _ = scoring_forms.liger_selective(problem.padded, problem.targets)
+    assert torch.allclose(logp.view(-1).double(), problem.logp, atol=1e-5)
+
+
+def test_ligers_kernel_computes_cross_entropy_from_hidden_states():
+    interpreted(availability.LIGER_CE)
+    problem = bench_hidden.make_problem(8, 64, 32, torch.float32, CPU)
+    outcome = bench_hidden._rival(problem, hidden_rivals.liger_cross_entropy)
+    check = loss_check(problem.truth, lambda logp: -logp.mean(), bench_logits.TOLERANCE[torch.float32])
+    assert check(outcome).wrong is None
