@@ -1,19 +1,20 @@
 """`python -m fusedpg bench`: tables, Markdown and JSON on tiny shapes, and no time for a wrong result."""
 
+import itertools
 import json
-import sys
+import re
+import time
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from fusedpg import policy_loss_from_logits
-from fusedpg.cli import bench, bench_distill, bench_logits, bench_trl, rivals
+from fusedpg import distillation_loss, policy_loss, policy_loss_from_logits
+from fusedpg.cli import accuracy, bench, bench_distill, bench_logits, bench_loss, bench_trl, report, rivals, timing
 from fusedpg.cli.app import app
-from fusedpg.cli.report import Target
-from fusedpg.cli.timing import Contender, Outcome, Verdict, measure
+from fusedpg.cli.report import Job, Section, Target
+from fusedpg.cli.timing import Contender, Outcome, Row, Verdict, measure
 
 TINY = ["bench", "--tokens", "5", "--vocab", "301", "--loss-tokens", "1000", "--rounds", "2", "--no-compile"]
 CPU = torch.device("cpu")
@@ -25,21 +26,30 @@ def run(*extra):
 
 def test_all_suites_print_tables_and_write_json(tmp_path):
     path = tmp_path / "deep" / "bench.json"
-    result = run("--json", str(path))
+    # the suite `static` compiles for minutes: test_bench_static.py
+    suites = [word for name in bench.SUITES if name != "static" for word in ("--suite", name)]
+    result = run("--json", str(path), *suites)
     assert result.exit_code == 0, result.output
     record = json.loads(path.read_text())
-    trl = ["trl"] if bench_trl.refusal() is None else []
-    assert [s["suite"] for s in record["sections"]] == ["P1", "P1", "P2", "P2", "P4", *["distill"] * 6, *trl, "P7"]
-    assert {"fusedpg", "torch", "python", "cpu", "isa", "threads", "backend"} <= set(record["machine"])
+    suites = [s["suite"] for s in record["sections"]]
+    order = ["P1", "P1", *["scoring"] * 4, "P2", "P2", "P4", *["distill"] * 6, "trl", *["scaling"] * 4, "P7"]
+    assert suites == order
+    assert {"fusedpg", "torch", "python", "cpu", "isa", "threads", "backend", "packages"} <= set(record["machine"])
     for section in record["sections"][:-1]:
+        if section["suite"] == "trl" and bench_trl.refusal() is not None:
+            continue
         assert section["backend"] == record["machine"]["backend"]
         for row in section["rows"]:
             assert row["wrong"] is None
-            assert len(row["samples_s"]) == {"P4": 6, "P2": 1}.get(section["suite"], 2)
+            rounds = 1 if section["suite"] in ("P2", "scaling") or section.get("source") == "hidden" else 2
+            assert len(row["samples_s"]) == {"P4": 6}.get(section["suite"], rounds)
             assert row["min_s"] <= row["median_s"]
-        assert {"what", "value", "bound", "met"} <= set(section["targets"][0])
+        for target in section["targets"]:
+            assert {"what", "value", "bound", "met"} <= set(target)
     assert all(r["met"] for r in record["sections"][-1]["results"])
     for title in ("P1: policy loss", "P4: policy loss", "Distillation, jsd", "LigerJSD: not run", "P7: errors"):
+        assert title in result.output
+    for title in ("Scoring: log-probs and entropy from logits", "Scaling in D", "Promises"):
         assert title in result.output
 
 
@@ -50,7 +60,9 @@ def test_markdown_is_a_table_for_the_readme():
     header = next(i for i, line in enumerate(lines) if line.startswith("| what |"))
     assert set(lines[header + 1]) == set("| :-")
     assert lines[header + 2].startswith("| fusedpg in place |")
-    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    table = list(itertools.takewhile(lambda line: line.startswith("|"), lines[header:]))
+    assert len(table) > 5
+    assert len({line.count("|") for line in table}) == 1
     assert any(line.startswith("- in place against torch eager: ") for line in lines)
 
 
@@ -76,23 +88,58 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch, tmp_path):
     assert "no time reported" in result.output
 
 
+def wrong_tokens(*arguments, **options):
+    """The loss alone, its gradient 1 % too large."""
+    out = policy_loss(*arguments, **options)
+    return replace(out, loss=out.loss * 1.01 - (out.loss * 0.01).detach())
+
+
+def wrong_divergence(*arguments, **options):
+    """A divergence whose value is 1 % too large."""
+    out = distillation_loss(*arguments, **options)
+    return replace(out, loss=out.loss * 1.01)
+
+
+@pytest.mark.parametrize(
+    ("suite", "module", "name", "wrong", "error"),
+    [
+        ("loss", bench_loss, "policy_loss", wrong_tokens, "grad error 1.0e-02"),
+        ("distill", bench_distill, "distillation_loss", wrong_divergence, "its result is wrong: loss error"),
+    ],
+)
+def test_a_wrong_kernel_gets_no_time_elsewhere(monkeypatch, tmp_path, suite, module, name, wrong, error):
+    monkeypatch.setattr(module, name, wrong)
+    path = tmp_path / "bench.json"
+    result = run("--suite", suite, "--dtype", "fp32", "--json", str(path))
+    assert result.exit_code == 1
+    assert error in result.output
+    for section in json.loads(path.read_text())["sections"]:
+        ours = next(row for row in section["rows"] if row["ours"])
+        assert ours["wrong"]
+        assert ours["samples_s"] == []
+        assert not any(target["met"] for target in section["targets"])
+        assert all(row["samples_s"] for row in section["rows"] if not row["ours"])
+
+
+def test_a_wrong_log_prob_breaks_the_accuracy(monkeypatch):
+    right = accuracy._fused
+    monkeypatch.setattr(accuracy, "_fused", lambda *a: (right(*a)[0] + 1e-4, right(*a)[1]))
+    result = run("--suite", "accuracy", "--dtype", "fp32")
+    assert result.exit_code == 1
+    assert re.search(r"logp error: \S+e-05, target at most 1e-06: MISSED", result.output)
+
+
 def test_nan_is_wrong():
     problem = bench_logits.make_problem(4, 64, torch.float32, CPU)
     nan = Outcome(torch.tensor(torch.nan), torch.full_like(problem.pristine, torch.nan))
     assert "loss error nan" in bench_logits.policy_check(problem, bench_logits.TOLERANCE[torch.float32])(nan).wrong
 
 
-def test_distillation_stands_beside_eager_and_says_why_liger_does_not_run(monkeypatch):
+def test_distillation_stands_beside_eager_and_a_copy():
     problem = bench_distill.make_problem(5, 301, torch.float32, CPU, "jsd")
     rows = bench_distill.contenders(problem)
-    assert [row.name for row in rows] == [bench_distill.OURS, bench_distill.EAGER]
+    assert [row.name for row in rows] == [bench_distill.OURS, bench_distill.EAGER, bench_distill.COPY]
     assert all(row.check(row.run()).wrong is None for row in rows)
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    needs_gpu = "LigerJSD: not run, its Triton kernel needs a GPU and the tensors are on cpu"
-    assert bench_distill.liger_refusal(CPU) == needs_gpu
-    assert bench_distill.liger_refusal(torch.device("cuda")) is None
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    assert bench_distill.liger_refusal(CPU).startswith("LigerJSD: not run, import of liger_kernel")
 
 
 def test_unmeasured_target_is_missed():
@@ -123,8 +170,67 @@ def test_measure_restores_the_inputs_before_every_run_and_rotates():
     assert [len(row.samples) for row in rows] == [2, 2, 0]
 
 
-def test_the_progress_bar_knows_its_length():
-    options = bench.Options(tokens=4, vocab=64, loss_tokens=256, rounds=1, accuracy_rows=2, compiled=False)
+def test_a_slow_row_takes_part_in_fewer_rounds_evenly(monkeypatch):
+    assert timing.runs_of(0.1, 9) == 9
+    assert timing.runs_of(1.0, 9) == 4  # of 4 seconds
+    assert timing.runs_of(1000.0, 9) == timing.FEWEST == 2
+    assert timing.runs_of(1000.0, 1) == 1
+    assert [n for n in range(9) if timing.plays(n, 3, 9)] == [2, 5, 8]
+    assert [n for n in range(9) if timing.plays(n, 2, 9)] == [4, 8]
+    assert [n for n in range(9) if timing.plays(n, 9, 9)] == list(range(9))
+    monkeypatch.setattr(timing, "BUDGET", 0.06)
+    quick, slow = (Contender(name, lambda s=s: time.sleep(s) or Outcome()) for name, s in (("q", 0.0), ("s", 0.02)))
+    seen = []
+    rows = measure([quick, slow], lambda: None, 6, CPU, seen.append)
+    assert len(rows[0].samples) == 6
+    assert 2 <= len(rows[1].samples) <= 3
+    assert len(seen) == timing.ticks(2, 6)
+
+
+def test_spread_is_the_distance_of_the_quartiles():
+    row = Row("x", True, Verdict(), [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert row.spread == pytest.approx((4 - 2) / 3)
+    assert Row("x", True, Verdict(), [1.0]).spread is None
+
+
+def test_a_gauge_counts_useful_work_and_shares_of_the_fastest_ceiling():
+    whole, half = Row("whole", True, Verdict(), [2.0]), Row("half", True, Verdict(), [2.0], work=0.5)
+    slow, fast = Row("slow", False, Verdict(), [4.0]), Row("fast", False, Verdict(), [1.0])
+    gauge = report.flops_gauge(8e12, slow, fast)
+    assert gauge.ceiling is fast
+    assert gauge.cells(whole) == ["4", "50"]
+    assert gauge.cells(half) == ["2", "25"]
+    assert gauge.cells(Row("wrong", True, Verdict(wrong="no"))) == ["-", "-"]
+    assert "8 TFLOP/s" in gauge.note()
+
+
+@pytest.mark.parametrize("suite", ["logits", "scoring", "hidden", "loss", "distill", "scaling", "accuracy"])
+def test_the_progress_bar_knows_its_length(suite):
+    options = bench.Options(
+        suites=(suite,), tokens=16, vocab=64, width=8, loss_tokens=256, rounds=3, accuracy_rows=2, compiled=False
+    )
     seen = []
     list(bench.run(options, seen.append))
     assert len(seen) == bench.total_ticks(options)
+
+
+def test_a_new_suite_is_one_entry(monkeypatch):
+    """Of a job that yields several tables, each of them promised."""
+
+    def tables(tick):
+        for name in ("bytes", "registers"):
+            tick(name)
+            yield Section(name, ["what"], [], [Target("P5: " + name, 1.0, 2.0, at_least=False)])
+
+    suites = {**bench.SUITES, "compiled": bench.Suite("kernels", lambda options: [Job(2, tables)])}
+    monkeypatch.setattr(bench, "SUITES", suites)
+    result = run("--suite", "compiled", "--markdown")
+    assert result.exit_code == 0, result.output
+    assert "| P5 | registers | at most 2x | 1x | met |" in result.output
+    assert bench.total_ticks(bench.Options(suites=("compiled",))) == 2
+
+
+def test_an_unknown_suite_is_refused():
+    result = run("--suite", "nope")
+    assert result.exit_code == 2
+    assert "--suite: expected some of logits, scoring, hidden, loss, distill, trl, scaling, static, accuracy" in result.output

@@ -2,18 +2,19 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fusedpg import policy_loss_from_hidden
-from fusedpg.cli import bench, bench_hidden, hidden_rivals, hidden_section, hidden_truth
+from fusedpg.cli import availability, bench, bench_hidden, hidden_section, hidden_truth
 from fusedpg.cli.app import app
 from fusedpg.cli.bench_logits import TOLERANCE
-from fusedpg.cli.timing import Outcome
+from fusedpg.cli.timing import Outcome, Row, Verdict
 
-TINY = ["bench", "--suite", "hidden", "--tokens", "8", "--vocab", "301", "--width", "16", "--rounds", "6"]
+TINY = ["bench", "--suite", "hidden", "--tokens", "16", "--vocab", "301", "--width", "16", "--rounds", "6"]
 CPU = torch.device("cpu")
 
 
@@ -81,7 +82,7 @@ def test_nan_is_wrong():
 @pytest.mark.parametrize("name", [name for name, _ in bench_hidden.PPO_RIVALS])
 @pytest.mark.parametrize("case", ["dense", "masked"])
 def test_rivals_compute_the_same_loss(name, case):
-    if (reason := hidden_rivals.refusal(name, CPU)) is not None:
+    if (reason := availability.why_not(name, CPU)) is not None:
         pytest.skip(reason)
     problem = CASES[case](make_problem())
     hidden, weight = problem.leaves()
@@ -111,9 +112,9 @@ def test_all_rows_are_right_in_both_dtypes(tmp_path):
         assert line in result.output
 
 
-def test_two_vocabularies_and_half_the_tokens_for_the_larger():
-    assert bench.Options().heads == [(1024, 32_768), (512, 151_936)]
-    assert bench.Options(vocab=1000, tokens=9).heads == [(9, 1000)]
+def test_two_vocabularies_and_half_the_tokens():
+    assert bench.Options().heads == [(512, 32_768), (512, 151_936)]
+    assert bench.Options(vocab=1000, tokens=9).heads == [(4, 1000)]
 
 
 def mutant(*args, **options):
@@ -154,6 +155,38 @@ def test_the_progress_bar_knows_its_length():
 
 
 def test_who_is_absent_is_named():
-    assert hidden_rivals.refusal(hidden_rivals.LIGER_CE, CPU) is not None
-    assert any(line.startswith(hidden_rivals.LIGER_CE) for line in bench_hidden.refusals(CPU))
-    assert hidden_section.count(torch.bfloat16, CPU, 1) == hidden_section.count(torch.float32, CPU, 1) + 2
+    lines = bench_hidden.absent(CPU)
+    for name in (availability.LIGER_CE, availability.VERL_KERNEL, availability.QUACK_LINEAR, availability.CUT_CE):
+        assert any(line.startswith(f"{name}: not run, ") for line in lines)
+
+
+def test_a_large_vocabulary_leaves_the_rivals_half_batches_out():
+    assert hidden_section.rows_of(torch.bfloat16, 64, CPU) == hidden_section.rows_of(torch.float32, 64, CPU) + 1
+    halved = sum(availability.runs(name, CPU) for name in bench_hidden.HALVED)
+    large = bench_hidden.HALVED_VOCAB + 1
+    assert hidden_section.rows_of(torch.float32, 64, CPU) == hidden_section.rows_of(torch.float32, large, CPU) + halved
+    problem = bench_hidden.make_problem(4, large, 2, torch.float32, CPU)
+    assert len(bench_hidden.contenders(problem)) == hidden_section.rows_of(torch.float32, large, CPU)
+
+
+def test_useful_work_of_each_row():
+    problem = make_problem()
+    work = {contender.name: contender.work for contender in bench_hidden.contenders(problem)}
+    assert work[bench_hidden.OURS] == work[bench_hidden.GEMMS] == work[bench_hidden.FLAT[1]] == 1
+    assert work[f"{bench_hidden.OURS}, {bench_hidden.INACTIVE}"] == work[bench_hidden.FLAT[0]] == 1 / 2
+    # all rows go forward, half of them back: (1 + 0.5 + 0.5) of 3 products
+    assert work[f"{bench_hidden.OURS}, {bench_hidden.IDLE}"] == pytest.approx(2 / 3)
+    assert work[bench_hidden.SCORE] == pytest.approx(1 / 3)
+
+
+def test_the_section_measures_what_a_gpu_promises(monkeypatch):
+    """P6 stands in place of P2 and P3 where the tensors are on a GPU."""
+    rows = {
+        name: Row(name, name == bench_hidden.OURS, Verdict(), [seconds], work=1.0)
+        for name, seconds in ((bench_hidden.OURS, 1.1), (bench_hidden.GEMMS, 1.0), (availability.TRL_HEAD, 2.2))
+    }
+    on_gpu = SimpleNamespace(hidden=SimpleNamespace(device=torch.device("cuda")))
+    lines = [t.line() for t in hidden_section._targets(on_gpu, rows, [rows[bench_hidden.GEMMS]])]
+    assert lines[0].startswith("P6: fusedpg / three bare products: 1.1x")
+    assert lines[1].startswith("P6: against TRL fused head: 2x")
+    assert len(lines) == 2

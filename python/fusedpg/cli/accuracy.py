@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 
 import fusedpg
 
+from .bench_options import DTYPES, Options
+from .report import Job, Section, Target
+from .timing import Tick
+
 OFFSETS = (0.0, 1e3, -1e3, 1e6, -1e6, 1e9, -1e9)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOGP_TARGET = 1e-6
 GRAD_TARGET = 2.0
 
@@ -91,3 +95,40 @@ def _errors(logp: Tensor, grad: Tensor, truth: Tensor, grad64: Tensor, dtype: to
     rounding = torch.finfo(dtype).eps / 2
     worst = (grad.double() - grad64).abs().amax(-1) / grad64.abs().amax(-1)
     return logp_error, worst.max().item() / rounding
+
+
+# ------------------------------------------------------------------ the table
+
+
+def jobs(options: Options) -> list[Job]:
+    """One table."""
+    chosen = tuple(DTYPES[name] for name in options.accuracy_dtypes)
+    return [Job(cases(chosen), partial(section, options, chosen))]
+
+
+def section(options: Options, dtypes: tuple[torch.dtype, ...], tick: Tick) -> Section:
+    """Measure all cases and judge the worst."""
+    results = []
+    for result in measure(options.accuracy_rows, options.vocab, options.place, dtypes):
+        results.append(result)
+        tick(f"{result.dtype} {result.offset:g}")
+    worst_logp, worst_grad = max(r.logp for r in results), max(r.grad for r in results)
+    return Section(
+        title=f"P7: errors against fp64 of the same stored logits, {options.accuracy_rows} rows, V = {options.vocab}",
+        columns=["dtype", "offset", "logp error", "gradient error", "torch eager logp", "torch eager gradient"],
+        cells=[
+            [r.dtype, f"{r.offset:g}", f"{r.logp:.1e}", f"{r.grad:.2f}", f"{r.eager_logp:.1e}", f"{r.eager_grad:.2f}"]
+            for r in results
+        ],
+        targets=[
+            Target("logp error", worst_logp, LOGP_TARGET, at_least=False, unit=""),
+            Target("gradient error", worst_grad, GRAD_TARGET, at_least=False, unit=" roundings"),
+        ],
+        notes=[
+            "logp: relative to max(1, |logp|); gradient: in roundings (half a unit in the last place) of the storage "
+            "dtype at the row's largest gradient; targets are random tokens except the most likely one; offsets "
+            "that fp16 cannot store are left out",
+        ],
+        record={"suite": "P7", "vocab": options.vocab, "results": [r.to_json() for r in results]},
+        broken=not all(r.met for r in results),
+    )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fusedpg import distillation_loss
+from fusedpg import dispatch, distillation_loss
 
+from . import availability, memory
+from .availability import LIGER_JSD
 from .bench_logits import TOLERANCE, Tolerance
-from .timing import Contender, Outcome, Verdict, judged
+from .bench_options import DTYPES, Options
+from .report import Job, Section, broken, bytes_gauge, columns, refusals, rounds_note, row_cells, speed_target
+from .timing import Contender, Outcome, Tick, Verdict, judged, measure, ticks
 
-OURS, EAGER = "fusedpg", "torch eager"
+OURS, EAGER, COPY = "fusedpg", "torch eager", "read both, write one"
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 BETA = 0.5
 #: factor that eager must take of ours
@@ -67,29 +70,25 @@ def eager_loss(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
 
 def contenders(problem: Problem) -> list[Contender]:
     """The rows of the table; Liger's kernel needs a GPU."""
+    truth = make_truth(problem)
     tolerance = TOLERANCE[problem.student.dtype]
     # two log_softmax of a hundred thousand columns leave eager an fp32 gradient wrong in the fifth digit
     eager = Tolerance(tolerance.loss, max(tolerance.grad, 1e-4))
     rows = [
-        Contender(OURS, partial(_ours, problem), divergence_check(problem, tolerance), ours=True),
-        Contender(EAGER, partial(_eager, problem), divergence_check(problem, eager)),
+        Contender(OURS, partial(_ours, problem), partial(_judge, truth, tolerance), ours=True),
+        Contender(EAGER, partial(_eager, problem), partial(_judge, truth, eager)),
     ]
-    if liger_refusal(problem.student.device) is None:
+    if availability.runs(LIGER_JSD, problem.student.device):
         # its gradient passes through the logits' dtype twice; the errors are printed
         loose = Tolerance(1e-3, 0.05)
-        rows.append(Contender("LigerJSD", partial(_liger, problem), divergence_check(problem, loose)))
-    return rows
+        rows.append(Contender(LIGER_JSD, partial(_liger, problem), partial(_judge, truth, loose)))
+    return [*rows, Contender(COPY, partial(_copy, problem))]
 
 
-def liger_refusal(device: torch.device) -> str | None:
-    """Why Liger's JSD is not among the rows; None when it is."""
-    try:
-        importlib.import_module("liger_kernel")
-    except ImportError as error:
-        return f"LigerJSD: not run, {error}"
-    if device.type != "cuda":
-        return f"LigerJSD: not run, its Triton kernel needs a GPU and the tensors are on {device.type}"
-    return None
+def _copy(problem: Problem) -> Outcome:
+    """The same bytes without the arithmetic, into new memory as the gradient is."""
+    torch.add(problem.student, problem.teacher)
+    return Outcome()
 
 
 def _ours(problem: Problem) -> Outcome:
@@ -108,39 +107,87 @@ def _eager(problem: Problem) -> Outcome:
 
 def _liger(problem: Problem) -> Outcome:
     """Liger takes log-probabilities; its beta 0 and 1 are forward and reverse KL."""
-    from liger_kernel.transformers import LigerJSD
-
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}[problem.divergence]
     leaf = problem.leaf()
     log_p, log_q = (torch.log_softmax(x.float(), -1) for x in (leaf, problem.teacher))
-    loss = LigerJSD(beta=beta)(log_p, log_q)
+    loss = availability.load(LIGER_JSD).LigerJSD(beta=beta)(log_p, log_q)
     (grad,) = torch.autograd.grad(loss, leaf)
     return Outcome(loss.detach(), grad)
 
 
-def divergence_check(problem: Problem, tolerance: Tolerance) -> Callable[[Outcome], Verdict]:
-    """Judges the loss over all rows and the gradient on some, against autograd in fp64."""
+@dataclass(frozen=True)
+class Truth:
+    """The loss over all rows, and the gradient on some, in fp64."""
+
+    loss: Tensor
+    rows: Tensor
+    grad: Tensor
+
+
+def make_truth(problem: Problem) -> Truth:
+    """By autograd in fp64, a block of rows at a time."""
     tokens = problem.student.shape[0]
     some = torch.tensor(sorted({0, (tokens - 1) // 3, (tokens - 1) // 2, tokens - 1}), device=problem.student.device)
-    rows = range(0, tokens, 64)
+    blocks = zip(problem.student.split(64), problem.teacher.split(64), strict=True)
     with torch.no_grad():
-        parts = [
-            eager_loss(problem.student[i : i + 64].double(), problem.teacher[i : i + 64].double(), problem.divergence)
-            * len(problem.student[i : i + 64])
-            for i in rows
-        ]
+        parts = [eager_loss(s.double(), t.double(), problem.divergence) * len(s) for s, t in blocks]
     leaf = problem.student[some].double().requires_grad_()
     part = eager_loss(leaf, problem.teacher[some].double(), problem.divergence) * len(some) / tokens
     (grad,) = torch.autograd.grad(part, leaf)
-    return partial(_judge, torch.stack(parts).sum() / tokens, grad, some, tolerance)
+    return Truth(torch.stack(parts).sum() / tokens, some, grad)
 
 
-def _judge(loss: Tensor, grad: Tensor, some: Tensor, tolerance: Tolerance, outcome: Outcome) -> Verdict:
+def _judge(truth: Truth, tolerance: Tolerance, outcome: Outcome) -> Verdict:
     assert outcome.loss is not None
     assert outcome.grad is not None
-    loss_error = ((outcome.loss.double() - loss).abs() / loss.abs().clamp(min=1)).item()
-    difference = (outcome.grad[some].double() - grad).abs().amax(-1)
-    grad_error = (difference / grad.abs().amax(-1)).max().item()
+    loss_error = ((outcome.loss.double() - truth.loss).abs() / truth.loss.abs().clamp(min=1)).item()
+    difference = (outcome.grad[truth.rows].double() - truth.grad).abs().amax(-1)
+    grad_error = (difference / truth.grad.abs().amax(-1)).max().item()
     errors = {"loss": loss_error, "grad": grad_error}
-    limits = {"loss": tolerance.loss, "grad": tolerance.grad}
-    return judged(errors, limits)
+    return judged(errors, {"loss": tolerance.loss, "grad": tolerance.grad})
+
+
+# ------------------------------------------------------------------ the table
+
+
+def jobs(options: Options) -> Iterator[Job]:
+    """A table for each dtype and divergence."""
+    for name in options.dtypes:
+        tiny = make_problem(1, 2, DTYPES[name], options.place, DIVERGENCES[0])
+        count = len(contenders(tiny))
+        for divergence in DIVERGENCES:
+            yield Job(ticks(count, options.rounds), partial(section, options, name, divergence))
+
+
+def section(options: Options, dtype: str, divergence: str, tick: Tick) -> Section:
+    """Measure all rows and judge them."""
+    device, tokens = options.place, options.distilled_tokens
+    problem = make_problem(tokens, options.vocab, DTYPES[dtype], device, divergence)
+    rows = measure(contenders(problem), lambda: None, options.rounds, device, tick)
+    by_name = {row.name: row for row in rows}
+    ours = by_name[OURS]
+    gauge = bytes_gauge("GB/s (2R+1W)", problem.bytes, by_name[COPY])
+    return Section(
+        title=f"Distillation, {divergence} and its gradient, {dtype}, N = {tokens}, V = {options.vocab}",
+        columns=columns("fusedpg", "loss / grad", gauge),
+        cells=[row_cells(row, ours, gauge) for row in rows],
+        targets=[speed_target("against torch eager", by_name[EAGER], ours, TARGET)],
+        notes=[
+            f"{rounds_note(rows, options.rounds)}; {gauge.note()}",
+            f"student and teacher logits of {problem.bytes / 3e6:.0f} MB each; the extra memory holds the gradient: "
+            f"{memory.HOW[device.type]}",
+            *availability.absent([LIGER_JSD], device),
+            *refusals(rows),
+        ],
+        record={
+            "suite": "distill",
+            "tokens": tokens,
+            "vocab": options.vocab,
+            "dtype": dtype,
+            "divergence": divergence,
+            "gauge": gauge.to_json(),
+            "backend": dispatch.resolve("auto", device, DTYPES[dtype]),
+            "rows": [row.to_json() for row in rows],
+        },
+        broken=broken(rows),
+    )

@@ -13,7 +13,17 @@ from fusedpg import linear_token_logprobs, loss_spec, policy_loss_from_hidden
 from fusedpg.linear_plan import MIB, LinearPlan, LinearShape, plan_linear
 from fusedpg.linear_walk import Head, default_workspace
 
-from . import hidden_rivals, rivals
+from . import availability, hidden_rivals, rivals
+from .availability import (
+    CUT_CE,
+    LIGER_CE,
+    LIGER_CHUNKED,
+    LIGER_SCALED,
+    QUACK_LINEAR,
+    TORCH_CE,
+    TRL_HEAD,
+    VERL_KERNEL,
+)
 from .bench_logits import LOOSE, TOLERANCE, Tolerance
 from .hidden_rivals import Tokens
 from .hidden_truth import Truth, logp_check, loss_check, make_truth
@@ -29,16 +39,22 @@ LOGP_TOLERANCE = 1e-5
 Loss = Callable[[Tokens, Tensor, Tensor], Tensor]
 PPO_RIVALS: tuple[tuple[str, Loss], ...] = (
     (hidden_rivals.EAGER, hidden_rivals.eager_loss),
-    (hidden_rivals.TRL, hidden_rivals.trl_loss),
-    (hidden_rivals.LIGER, hidden_rivals.liger_loss),
-    (hidden_rivals.LIGER_SCALED, hidden_rivals.liger_scaled_loss),
+    (TRL_HEAD, hidden_rivals.trl_loss),
+    (LIGER_CHUNKED, hidden_rivals.liger_loss),
+    (LIGER_SCALED, hidden_rivals.liger_scaled_loss),
+    (VERL_KERNEL, hidden_rivals.verl_loss),
 )
 CE_RIVALS: tuple[tuple[str, Loss], ...] = (
-    (hidden_rivals.LIGER_CE, hidden_rivals.liger_cross_entropy),
-    (hidden_rivals.TORCH_CE, hidden_rivals.torch_cross_entropy),
+    (TORCH_CE, hidden_rivals.torch_cross_entropy),
+    (LIGER_CE, hidden_rivals.liger_cross_entropy),
+    (QUACK_LINEAR, hidden_rivals.quack_cross_entropy),
+    (CUT_CE, hidden_rivals.cut_cross_entropy),
 )
-#: those that are measured with inactive rows too
-HALVED = (hidden_rivals.TRL, hidden_rivals.LIGER)
+#: those that are measured with inactive rows too, where the vocabulary is small
+HALVED = (TRL_HEAD, LIGER_CHUNKED)
+HALVED_VOCAB = 65_536
+#: products of a row (forward, d hidden, d weight) over those of the dense loss
+HALF_WORK, IDLE_WORK, SCORE_WORK = 1 / 2, (1 + 2 * 0.5) / 3, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -136,45 +152,47 @@ def make_problem(
 def contenders(problem: Problem) -> list[Contender]:
     """The rows of the table."""
     device, dtype = problem.hidden.device, problem.weight.dtype
-    masked, idle = problem.masked(), problem.idle()
+    masked = problem.masked()
+    score = partial(_score, problem), logp_check(problem.truth, LOGP_TOLERANCE)
     rows = [
         _ours(OURS, problem),
-        _ours(f"{OURS}, {INACTIVE}", masked),
-        _ours(f"{OURS}, {IDLE}", idle),
-        Contender(SCORE, partial(_score, problem), logp_check(problem.truth, LOGP_TOLERANCE), ours=True),
+        _ours(f"{OURS}, {INACTIVE}", masked, work=HALF_WORK),
+        _ours(f"{OURS}, {IDLE}", problem.idle(), work=IDLE_WORK),
+        Contender(SCORE, *score, ours=True, work=SCORE_WORK),
         *_bare_products(problem),
     ]
     # the others round logits or their gradient to 16 bits where hidden is; their errors are printed
     tolerance = Tolerance(1e-5, 1e-4) if dtype == torch.float32 else LOOSE
     for name, loss in PPO_RIVALS:
-        if hidden_rivals.refusal(name, device) is None:
-            halved = [(f"{name}, {INACTIVE}", masked)] if name in HALVED else []
-            for label, case in ((name, problem), *halved):
-                check = loss_check(case.truth, case.tokens.ppo, tolerance)
-                rows.append(Contender(label, partial(_rival, case, loss), check))
+        if availability.runs(name, device):
+            check = loss_check(problem.truth, problem.tokens.ppo, tolerance)
+            rows.append(Contender(name, partial(_rival, problem, loss), check))
+            if name in HALVED and len(problem.weight) <= HALVED_VOCAB:
+                check = loss_check(masked.truth, masked.tokens.ppo, tolerance)
+                run = partial(_rival, masked, loss)
+                rows.append(Contender(f"{name}, {INACTIVE}", run, check, work=HALF_WORK))
     mean = loss_check(problem.truth, lambda logp: -logp.mean(), tolerance)
     rows += [
         Contender(name, partial(_rival, problem, loss), mean)
         for name, loss in CE_RIVALS
-        if hidden_rivals.refusal(name, device) is None
+        if availability.runs(name, device)
     ]
     small = problem.small_workspace()
     halves = problem.first(max(1, len(problem.hidden) // 2))
-    return [*rows, _ours(FLAT[0], halves, small), _ours(FLAT[1], problem, small)]
+    return [*rows, _ours(FLAT[0], halves, small, HALF_WORK), _ours(FLAT[1], problem, small)]
 
 
-def refusals(device: torch.device) -> list[str]:
+def absent(device: torch.device) -> list[str]:
     """Who is not among the rows, and why."""
-    reasons = (hidden_rivals.refusal(name, device) for name, _ in (*PPO_RIVALS, *CE_RIVALS))
-    return [reason for reason in reasons if reason]
+    return availability.absent([name for name, _ in (*PPO_RIVALS, *CE_RIVALS)], device)
 
 
 # ------------------------------------------------------------------ what is timed
 
 
-def _ours(name: str, problem: Problem, workspace: int | None = None) -> Contender:
+def _ours(name: str, problem: Problem, workspace: int | None = None, work: float = 1.0) -> Contender:
     check = loss_check(problem.truth, problem.tokens.ppo, TOLERANCE[problem.weight.dtype])
-    return Contender(name, partial(_loss, problem, workspace), check, ours=True)
+    return Contender(name, partial(_loss, problem, workspace), check, ours=True, work=work)
 
 
 def _loss(problem: Problem, workspace: int | None) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +13,21 @@ from torch import Tensor
 
 from fusedpg import LossSpec, loss_spec, policy_loss_from_logits
 
-from . import rivals
+from . import availability, rivals
+from .availability import LIGER_GRPO, QUACK_CE
 from .timing import Contender, Outcome, Verdict, judged
 
 INPLACE, OUT_OF_PLACE = "fusedpg in place", "fusedpg out of place"
 EAGER, COMPILED = "torch eager", "torch.compile"
 COPIES = ("copy into a buffer", "multiply in place")
+#: who is a row only where its package is installed and its kernels run
+OTHERS = (LIGER_GRPO, QUACK_CE)
 #: (other row, factor it must take of ours) and the copy bound, for `INPLACE`
 TARGETS = ((EAGER, 9.0), (COMPILED, 6.0))
 COPY_TARGET = 1.15
 MEMORY_TARGET = 0.01
+#: on a GPU, percent of a copy's rate
+GPU_TARGET = 85.0
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,23 @@ LOOSE = Tolerance(0.1, 0.3)
 
 @dataclass
 class Problem:
-    """Inputs of one shape and dtype; `work` is what a contender reads and may overwrite, restored from `pristine`."""
+    """Inputs of one shape and dtype; `work` is what a contender reads and may overwrite, restored from `pristine`.
+
+    `padded` is `work` with one row behind it, which Liger's kernel expects and ignores.
+    """
 
     pristine: Tensor
-    work: Tensor
+    padded: Tensor
     spare: Tensor
     targets: Tensor
     logp_old: Tensor
     advantages: Tensor
     logp64: Tensor
+
+    @property
+    def work(self) -> Tensor:
+        """The logits that contenders are given."""
+        return self.padded[:-1]
 
     @property
     def bytes(self) -> int:
@@ -81,7 +94,7 @@ def make_problem(tokens: int, vocab: int, dtype: torch.dtype, device: torch.devi
     noise = (torch.rand(tokens, generator=rng, device=device) - 0.5) * 0.2
     return Problem(
         pristine=pristine,
-        work=torch.empty_like(pristine),
+        padded=torch.empty(tokens + 1, vocab, dtype=dtype, device=device),
         spare=torch.zeros_like(pristine),
         targets=targets,
         logp_old=(logp64 + noise).float(),
@@ -106,11 +119,25 @@ def contenders(problem: Problem, compiled: bool = True) -> list[Contender]:
         function = torch.compile(rivals.log_softmax_loss, dynamic=False)
         rows.append(Contender(COMPILED, partial(_eager, problem, function), check))
     rows += [
-        Contender("F.cross_entropy", partial(_cross_entropy, problem), cross_entropy_check(problem)),
+        Contender("F.cross_entropy", partial(_cross_entropy, problem, F.cross_entropy), cross_entropy_check(problem)),
+        *_others(problem),
         Contender(COPIES[0], partial(_copy, problem)),
         Contender(COPIES[1], partial(_multiply, problem)),
         Contender("copy into new memory", partial(_clone, problem)),
     ]
+    return rows
+
+
+def _others(problem: Problem) -> list[Contender]:
+    device = problem.pristine.device
+    rows = []
+    if availability.runs(LIGER_GRPO, device):
+        # one sequence, so one advantage
+        alike = replace(problem, advantages=torch.ones_like(problem.advantages))
+        rows.append(Contender(LIGER_GRPO, partial(_liger_grpo, alike), policy_check(alike, LOOSE)))
+    if availability.runs(QUACK_CE, device):
+        function = availability.load(QUACK_CE).cross_entropy
+        rows.append(Contender(QUACK_CE, partial(_cross_entropy, problem, function), cross_entropy_check(problem)))
     return rows
 
 
@@ -134,9 +161,30 @@ def _eager(problem: Problem, function: Callable[..., Tensor]) -> Outcome:
     return Outcome(loss.detach(), grad)
 
 
-def _cross_entropy(problem: Problem) -> Outcome:
+def _liger_grpo(problem: Problem) -> Outcome:
+    """As its users call it: the gradient goes into the logits' memory."""
+    leaf = problem.padded.detach().requires_grad_()
+    loss, _ = availability.load(LIGER_GRPO).triton_grpo_loss(
+        leaf.view(1, *leaf.shape),
+        problem.logp_old[None],
+        None,
+        problem.targets[None],
+        problem.advantages[:1],
+        temperature=1.0,
+        beta=0.0,
+        eps_low=rivals.EPSILON_LOW,
+        eps_high=rivals.EPSILON_HIGH,
+        inplace=True,
+        loss_type="dapo",
+        reduce=True,
+    )
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return Outcome(loss.detach(), grad[:-1])
+
+
+def _cross_entropy(problem: Problem, function: Callable[..., Tensor]) -> Outcome:
     leaf, logits = problem.logits()
-    loss = F.cross_entropy(logits, problem.targets)
+    loss = function(logits, problem.targets)
     (grad,) = torch.autograd.grad(loss, leaf)
     return Outcome(loss.detach(), grad)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedpg import LossSpec, loss_spec, policy_loss
+from fusedpg import LossSpec, dispatch, loss_spec, policy_loss
 
-from . import rivals
-from .timing import Contender, Outcome, Verdict, judged
+from . import memory, rivals
+from .bench_options import Options
+from .report import Job, Section, broken, columns, refusals, rounds_note, row_cells, speed_target
+from .timing import Contender, Outcome, Tick, Verdict, judged, measure, ticks
 
 OURS, EAGER, COMPILED = "fusedpg", "verl's function, eager", "verl's function, torch.compile"
 TARGETS = ((EAGER, 5.0), (COMPILED, 1.0))
@@ -98,3 +100,43 @@ def _judge(loss: Tensor, grad: Tensor, clear: Tensor, outcome: Outcome) -> Verdi
     grad_error = ((outcome.grad.double() - grad).abs() * clear).max() / grad.abs().max()
     errors = {"loss": loss_error.item(), "grad": grad_error.item()}
     return judged(errors, dict.fromkeys(errors, 1e-5))
+
+
+# ------------------------------------------------------------------ the table
+
+
+def jobs(options: Options) -> Iterator[Job]:
+    """One table; a run takes milliseconds, so three times the rounds."""
+    count = len(contenders(make_tokens(2, options.place), options.compiled))
+    yield Job(ticks(count, 3 * options.rounds), partial(section, options))
+
+
+def section(options: Options, tick: Tick) -> Section:
+    """Measure all rows and judge them."""
+    device, rounds = options.place, 3 * options.rounds
+    tokens = make_tokens(options.loss_tokens, device)
+    rows = measure(contenders(tokens, options.compiled), lambda: None, rounds, device, tick)
+    by_name = {row.name: row for row in rows}
+    ours = by_name[OURS]
+    selected = 100 * tokens.mask.float().mean().item()
+    return Section(
+        title=f"P4: policy loss and gradient from log-probs with metrics, fp32, {tokens.logp.numel()} tokens",
+        columns=columns("fusedpg", "loss / grad"),
+        cells=[row_cells(row, ours) for row in rows],
+        targets=[speed_target(f"against {name}", by_name.get(name), ours, bound) for name, bound in TARGETS],
+        notes=[
+            rounds_note(rows, rounds),
+            f"shape {tuple(tokens.logp.shape)}, {selected:.0f} % of the places selected; "
+            "verl computes its clip fraction and approximate KL, fusedpg its full metric vector",
+            f"extra memory: {memory.HOW[device.type]}",
+            *refusals(rows),
+        ],
+        record={
+            "suite": "P4",
+            "tokens": options.loss_tokens,
+            "dtype": "fp32",
+            "backend": dispatch.resolve("auto", device, torch.float32),
+            "rows": [row.to_json() for row in rows],
+        },
+        broken=broken(rows),
+    )

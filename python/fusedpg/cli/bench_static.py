@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from ..evidence.cases import ENTROPY, FORWARD, OURS, SEQUENCE, TOKEN
 from ..evidence.rows import TARGETS, Compilations, Compiled, Moved
 from . import static_parts
-from .report import Section, Target
+from .bench_options import Options
+from .report import Job, Section, Target
 from .static_parts import Found
 from .timing import Tick
 
@@ -26,9 +28,9 @@ NOT_COMPILED = (
 )
 
 
-def count(vocab: int) -> int:
-    """How often `sections` calls its `tick`."""
-    return static_parts.count(vocab)
+def jobs(options: Options) -> Iterable[Job]:
+    """One: the kernels are traced and compiled together, for the four tables."""
+    return [Job(static_parts.count(options.vocab), partial(sections, options.vocab))]
 
 
 def sections(vocab: int, tick: Tick) -> Iterator[Section]:

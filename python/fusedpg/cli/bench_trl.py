@@ -19,7 +19,8 @@ from torch import Tensor
 from fusedpg.dispatch import resolve
 
 from . import memory
-from .report import Section, broken, refusals, row_cells, speed_target
+from .bench_options import Options
+from .report import Job, Section, broken, columns, refusals, rounds_note, row_cells, speed_target
 from .timing import Contender, Outcome, Row, Tick, Verdict, judged, measure, ticks
 
 OURS, STOCK = "FusedGRPOTrainer", "GRPOTrainer"
@@ -37,9 +38,13 @@ def refusal() -> str | None:
     return None
 
 
-def count(rounds: int) -> int:
-    """How often `section` calls its `tick`."""
-    return 0 if refusal() else ticks(2, rounds)
+def jobs(options: Options) -> list[Job]:
+    """One table, or the reason why there is none."""
+    reason = refusal()
+    if reason is not None:
+        absent = Section("TRL: one micro-batch", ["what"], [], notes=[reason], record={"suite": "trl", "rows": []})
+        return [Job(0, lambda tick: absent)]
+    return [Job(ticks(2, options.rounds), partial(section, options))]
 
 
 @dataclass
@@ -111,24 +116,30 @@ def _judge(loss: Tensor, grad: Tensor, outcome: Outcome) -> Verdict:
     return judged(errors, dict.fromkeys(errors, 1e-4))
 
 
-def section(vocab: int, rounds: int, tick: Tick) -> Section | None:
-    """The table; None where TRL is missing."""
-    if refusal():
-        return None
+def make_runs(folder: Path, vocab: int) -> dict[str, Run]:
+    """Both trainers, silently."""
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        from trl import GRPOTrainer
+
+        from ..integrations.trl import FusedGRPOTrainer
+
+        kinds = {OURS: FusedGRPOTrainer, STOCK: GRPOTrainer}
+        return {name: make_run(kind, folder, vocab) for name, kind in kinds.items()}
+
+
+def contenders(runs: dict[str, Run]) -> list[Contender]:
+    """The rows of the table."""
+    check = partial(_judge, *_truth(runs[STOCK]))
+    return [Contender(name, run.step, check, ours=name == OURS) for name, run in runs.items()]
+
+
+def section(options: Options, tick: Tick) -> Section:
+    """Measure both trainers' step."""
+    vocab, rounds = options.vocab, options.rounds
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            from trl import GRPOTrainer
-
-            from ..integrations.trl import FusedGRPOTrainer
-
-            runs = {
-                name: make_run(kind, Path(folder), vocab)
-                for name, kind in ((OURS, FusedGRPOTrainer), (STOCK, GRPOTrainer))
-            }
-        check = partial(_judge, *_truth(runs[STOCK]))
-        contenders = [Contender(name, run.step, check, ours=name == OURS) for name, run in runs.items()]
-        rows = measure(contenders, lambda: None, rounds, torch.device("cpu"), tick)
+        runs = make_runs(Path(folder), vocab)
+        rows = measure(contenders(runs), lambda: None, rounds, torch.device("cpu"), tick)
     return _table({row.name: row for row in rows}, runs[OURS], vocab, rounds)
 
 
@@ -140,12 +151,12 @@ def _table(rows: dict[str, Row], run: Run, vocab: int, rounds: int) -> Section:
     return Section(
         title=f"TRL {version('trl')}: loss and backward of a micro-batch, {ROWS} x {COMPLETION} completion tokens "
         f"({tokens} not padding), V = {vocab}, D = {model.config.hidden_size}",
-        columns=["what", "median ms", "min ms", "time / fusedpg", "extra MB", "error loss / d head"],
+        columns=columns("fusedpg", "loss / d head"),
         cells=[row_cells(row, ours) for row in rows.values()],
         targets=[speed_target(f"against stock {STOCK}", stock, ours, TARGET)],
         notes=[
-            f"{rounds} rounds interleaved; the gradients of all parameters are {gradients / 1e6:.0f} MB of the extra "
-            f"memory; {memory.HOW['cpu']}",
+            rounds_note(list(rows.values()), rounds),
+            f"the gradients of all parameters are {gradients / 1e6:.0f} MB of the extra memory; {memory.HOW['cpu']}",
             *refusals(list(rows.values())),
         ],
         record={

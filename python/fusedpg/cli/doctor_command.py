@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .console import make_console
 from .doctor import Diagnosis, examine
 
 
@@ -25,8 +26,6 @@ def doctor_command(
     if as_json:
         print(json.dumps(diagnosis.to_json(), indent=1))
     else:
-        from .app import make_console
-
         show(make_console(), diagnosis)
     if not diagnosis.ok:
         raise typer.Exit(1)

@@ -1,20 +1,25 @@
-"""Others' ways from hidden states to a loss, called as their trainers call them, and why some are not called."""
+"""Others' ways from hidden states to a loss, called as their trainers call them."""
 
 from __future__ import annotations
-
-import importlib
-import warnings
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import rivals
+from .availability import (
+    CUT_CE,
+    LIGER_CE,
+    LIGER_CHUNKED,
+    LIGER_SCALED,
+    QUACK_LINEAR,
+    TRL_HEAD,
+    TRL_SELECTIVE,
+    VERL_KERNEL,
+    load,
+)
 
-EAGER, TRL, LIGER = "torch eager, all logits", "TRL fused head", "Liger chunked GRPO"
-LIGER_SCALED, LIGER_CE = "Liger scaled CE and PPO", "Liger fused linear CE"
-TORCH_CE = "F.linear_cross_entropy"
+EAGER = "torch eager, all logits"
 
 
 class Tokens:
@@ -44,19 +49,26 @@ def eager_loss(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
 
 def trl_loss(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
     """TRL's `add_fused_lm_head` as `GRPOTrainer` asks for it, with entropy; off a GPU masked places are scored too."""
-    function = _import("trl.kernels").ChunkedLogProbFunction
-    chunk = _import("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
     mask = tokens.mask
     compact = hidden.device.type == "cuda"
     rows, ids = (hidden[mask], tokens.targets[mask]) if compact else (hidden, tokens.targets.where(mask, 0))
-    logp, *_ = function.apply(rows, weight, None, ids, 1.0, chunk, None, 1.0, ("log_probs", "entropy"))
+    logp, _ = trl_scores(rows, weight, ids)
     spread = logp.new_zeros(mask.shape).masked_scatter(mask, logp) if compact else logp.masked_fill(~mask, 0)
     return tokens.ppo(spread)
 
 
+def trl_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropy) of TRL's fused head, differentiable."""
+    function = load(TRL_HEAD).ChunkedLogProbFunction
+    chunk = load(TRL_SELECTIVE)._CHUNKED_LOGPROB_CHUNK_SIZE
+    outputs = ("log_probs", "entropy")
+    logp, entropy, *_ = function.apply(hidden, weight, None, targets, 1.0, chunk, None, 1.0, outputs)
+    return logp, entropy
+
+
 def liger_loss(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
     """`LigerFusedLinearGRPOLoss`, one sequence a chunk; its arithmetic on log-probs is not compiled."""
-    module = _import("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
+    module = load(LIGER_CHUNKED).LigerFusedLinearGRPOLoss(
         beta=0.0,
         compiled=False,
         use_ref_model=False,
@@ -74,14 +86,14 @@ def liger_loss(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
 
 def liger_scaled_loss(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
     """Liger's scaled cross entropy (its PyTorch form off an H100) under the same loss."""
-    module = _import("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    module = load(LIGER_SCALED)
     ids = tokens.targets.where(tokens.mask, -100)
     return tokens.ppo(-module.LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids))
 
 
 def liger_cross_entropy(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
     """Liger's fused linear cross entropy, a Triton kernel."""
-    module = _import("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    module = load(LIGER_CE).LigerFusedLinearCrossEntropyLoss()
     loss: Tensor = module(weight, hidden, tokens.targets)
     return loss
 
@@ -91,24 +103,19 @@ def torch_cross_entropy(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tenso
     return F.linear_cross_entropy(hidden, weight, tokens.targets)
 
 
-def refusal(name: str, device: torch.device) -> str | None:
-    """Why a rival is not among the rows; None when it is."""
-    if name == TORCH_CE and not hasattr(F, "linear_cross_entropy"):
-        return f"{name}: not run, PyTorch {torch.__version__} has none"
-    package = {TRL: "trl.kernels", LIGER: "liger_kernel.chunked_loss", LIGER_SCALED: "liger_kernel.chunked_loss"}
-    try:
-        if name in package:
-            _import(package[name])
-        elif name == LIGER_CE:
-            _import("liger_kernel.transformers")
-    except ImportError as error:
-        return f"{name}: not run, {error}"
-    if name == LIGER_CE and device.type != "cuda":
-        return f"{name}: not run, its Triton kernel needs a GPU and the tensors are on {device.type}"
-    return None
+def verl_loss(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
+    """verl's Triton head, with the entropy that it always computes."""
+    logp, _ = load(VERL_KERNEL).linear_cross_entropy(hidden, weight, tokens.targets)
+    return tokens.ppo(logp)
 
 
-def _import(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they and what they import warn about optional packages
-        return importlib.import_module(name)
+def quack_cross_entropy(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
+    """QuACK's chunks of tokens with its cross entropy kernel."""
+    loss: Tensor = load(QUACK_LINEAR).chunked_linear_cross_entropy(hidden, weight, tokens.targets)
+    return loss
+
+
+def cut_cross_entropy(tokens: Tokens, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Apple's kernel without its gradient filter, which leaves small entries out."""
+    loss: Tensor = load(CUT_CE).linear_cross_entropy(hidden, weight, tokens.targets, filter_eps=None)
+    return loss

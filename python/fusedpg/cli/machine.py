@@ -12,6 +12,8 @@ import torch
 import fusedpg
 from fusedpg import dispatch
 
+from . import availability
+
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Processor, instruction set of the compiled core, threads, versions."""
@@ -26,6 +28,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": dispatch.resolve("auto", device, torch.float32),
+        "packages": availability.versions(),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .timing import Row
+from .timing import Row, Tick
+
+_PROMISE = re.compile(r"P\d+")
 
 
 @dataclass(frozen=True)
 class Target:
-    """One promise of the performance table: what was measured (None when it could not be) and the bound."""
+    """One promise of the performance table: what was measured (None when it could not be) and the bound.
+
+    `what` may begin with the promise (`P3: ...`); where it does not, the promise is that of its section.
+    """
 
     what: str
     value: float | None
@@ -80,14 +87,98 @@ class Section:
 
     def to_json(self) -> dict[str, Any]:
         """The record with the judged targets."""
-        return {"title": self.title, **self.record, "targets": [t.to_json() for t in self.targets]}
+        judged = [target.to_json() for target in self.targets]
+        return {"title": self.title, **self.record, "targets": judged, "broken": self.broken}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One table that is to be measured, or several that are measured together, and how often that ticks."""
+
+    ticks: int
+    measure: Callable[[Tick], Section | Iterable[Section]]
+
+    def sections(self, tick: Tick) -> Iterator[Section]:
+        """Each table as soon as it is there."""
+        measured = self.measure(tick)
+        yield from [measured] if isinstance(measured, Section) else measured
+
+
+def promise(target: dict[str, Any], section: dict[str, Any]) -> str | None:
+    """The promise (`P1`) that a target in JSON belongs to: its own, else its section's, else none."""
+    for name in (target["what"], section.get("suite", "")):
+        found = _PROMISE.match(name)
+        if found:
+            return found.group()
+    return None
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """What a row of `work` 1 moves or computes at least, and the rows that do nothing else: the fastest is the ceiling.
+
+    `unit` heads the column; `amount` is in bytes or operations, `scale` those of one unit.
+    """
+
+    unit: str
+    amount: float
+    scale: float
+    ceilings: tuple[Row, ...] = ()
+
+    @property
+    def ceiling(self) -> Row | None:
+        """The fastest of the ceilings."""
+        timed = [row for row in self.ceilings if row.samples]
+        return min(timed, key=lambda row: row.median / row.work) if timed else None
+
+    @property
+    def columns(self) -> list[str]:
+        """Of `cells`."""
+        return [self.unit, "% of ceiling"]
+
+    def cells(self, row: Row) -> list[str]:
+        """Rate, and its share of the ceiling's."""
+        share = self.share(row)
+        rate = f"{row.work * self.amount / row.median / self.scale:.3g}" if row.samples else "-"
+        return [rate, "-" if share is None else f"{share:.0f}"]
+
+    def share(self, row: Row) -> float | None:
+        """Percent of the ceiling's rate."""
+        top = self.ceiling
+        if top is None or not row.samples:
+            return None
+        return 100 * (row.work / row.median) / (top.work / top.median)
+
+    def to_json(self) -> dict[str, Any]:
+        """For plots and comparisons."""
+        top = self.ceiling
+        name = None if top is None else top.name
+        return {"unit": self.unit, "amount": self.amount, "scale": self.scale, "ceiling": name}
+
+    def note(self) -> str:
+        """What the ceiling is and reaches."""
+        top = self.ceiling
+        if top is None:
+            return "no ceiling was measured"
+        return f"ceiling: '{top.name}', {self.cells(top)[0]} {self.unit.split(' ')[0]}"
+
+
+def bytes_gauge(unit: str, moved: float, *ceilings: Row) -> Gauge:
+    """GB/s of at least `moved` bytes."""
+    return Gauge(unit, moved, 1e9, ceilings)
+
+
+def flops_gauge(flops: float, *ceilings: Row) -> Gauge:
+    """TFLOP/s of the products that the result needs."""
+    return Gauge("TFLOP/s", flops, 1e12, ceilings)
 
 
 def milliseconds(row: Row) -> list[str]:
-    """[median, min] cells; a wrong result has no time."""
+    """[median, min, spread] cells; a wrong result has no time."""
     if not row.samples:
-        return ["wrong result", "-"]
-    return [f"{row.median * 1e3:.2f}", f"{row.best * 1e3:.2f}"]
+        return ["wrong result", "-", "-"]
+    spread = "-" if row.spread is None else f"{100 * row.spread:.0f} %"
+    return [f"{row.median * 1e3:.2f}", f"{row.best * 1e3:.2f}", spread]
 
 
 def times(row: Row, base: Row) -> str:
@@ -95,10 +186,25 @@ def times(row: Row, base: Row) -> str:
     return f"{row.median / base.median:.2f}x" if row.samples and base.samples else "-"
 
 
-def row_cells(row: Row, base: Row, moved: int | None = None) -> list[str]:
-    """A row's cells: name, times, GB/s where the bytes it moves are given, ratio to `base`, memory, errors."""
-    speed = [] if moved is None else [f"{moved / row.median / 1e9:.1f}" if row.samples else "-"]
+def columns(base: str, errors: str, gauge: Gauge | None = None) -> list[str]:
+    """The headers of `row_cells`."""
+    speed = [] if gauge is None else gauge.columns
+    return ["what", "median ms", "min ms", "spread", *speed, f"time / {base}", "extra MB", f"error {errors}"]
+
+
+def row_cells(row: Row, base: Row, gauge: Gauge | None = None) -> list[str]:
+    """A row's cells: name, times, rate and share of the ceiling, ratio to `base`, memory, errors."""
+    speed = [] if gauge is None else gauge.cells(row)
     return [row.name, *milliseconds(row), *speed, times(row, base), megabytes(row.peak_bytes), worst_error(row)]
+
+
+def rounds_note(rows: Sequence[Row], rounds: int) -> str:
+    """How the rows were timed, and who sat rounds out."""
+    fewest = min((len(row.samples) for row in rows if row.samples), default=rounds)
+    slow = f"; slow rows take part in as few as {fewest} of them, spread evenly" if fewest < rounds else ""
+    plural = "s" if rounds != 1 else ""
+    spread = "spread: distance of the quartiles over the median"
+    return f"{rounds} round{plural} interleaved in one process{slow}; {spread}"
 
 
 def megabytes(count: int | None) -> str:

@@ -15,6 +15,8 @@ from .memory import peak_extra_bytes
 
 #: told of each finished run
 Tick = Callable[[str], None]
+#: seconds that a row's timed runs may take together, and the fewest runs of a slow one
+BUDGET, FEWEST = 4.0, 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Outcome:
     loss: Tensor | None = None
     grad: Tensor | None = None
     grad_weight: Tensor | None = None
+    logp: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,16 @@ def judged(errors: dict[str, float], limits: dict[str, float]) -> Verdict:
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of a table: `run` is timed, `check` judges what it returned."""
+    """One row of a table: `run` is timed, `check` judges what it returned.
+
+    `work` is what it has to do of the table's whole: bytes to move or operations, whatever it does beyond them.
+    """
 
     name: str
     run: Callable[[], Outcome]
     check: Callable[[Outcome], Verdict] = lambda outcome: Verdict()
     ours: bool = False
+    work: float = 1.0
 
 
 @dataclass
@@ -59,6 +67,7 @@ class Row:
     verdict: Verdict
     samples: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
+    work: float = 1.0
 
     @property
     def median(self) -> float:
@@ -70,11 +79,21 @@ class Row:
         """Least seconds."""
         return min(self.samples)
 
+    @property
+    def spread(self) -> float | None:
+        """Distance of the quartiles over the median; None for a single sample."""
+        if len(self.samples) < 2:
+            return None
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / self.median
+
     def to_json(self) -> dict[str, Any]:
         """Everything that was measured."""
-        timed = {"median_s": self.median, "min_s": self.best} if self.samples else {}
+        timed = {"median_s": self.median, "min_s": self.best, "spread": self.spread} if self.samples else {}
         return {
             "name": self.name,
+            "ours": self.ours,
+            "work": self.work,
             "errors_vs_fp64": self.verdict.errors,
             "wrong": self.verdict.wrong,
             **timed,
@@ -92,25 +111,38 @@ def measure(
 ) -> list[Row]:
     """Warm up and check every contender, take its peak memory, then time the right ones interleaved.
 
-    `prepare` restores the inputs outside the timed region, before every run of every contender. `tick` is told of
-    each finished run.
+    `prepare` restores the inputs outside the timed region, before every run of every contender. A slow contender sits
+    some rounds out, evenly over the whole (`plays`). `tick` is told of each finished run, or of its absence.
     """
-    rows = []
+    rows, turns = [], []
     for contender in contenders:
         prepare()
-        row = Row(contender.name, contender.ours, contender.check(contender.run()))
+        verdict = contender.check(contender.run())
+        row = Row(contender.name, contender.ours, verdict, work=contender.work)
         prepare()
-        row.peak_bytes = peak_extra_bytes(contender.run, device)
+        row.peak_bytes, seconds = _memory_and_seconds(contender.run, device)
         rows.append(row)
+        if verdict.wrong is None:
+            turns.append((contender, row, runs_of(seconds, rounds)))
         tick(f"checked {contender.name}")
-    right = [(c, row) for c, row in zip(contenders, rows, strict=True) if row.verdict.wrong is None]
     for number in range(rounds):
-        shift = number % max(1, len(right))
-        for contender, row in right[shift:] + right[:shift]:
-            prepare()
-            row.samples.append(_seconds(contender.run, device))
+        shift = number % max(1, len(turns))
+        for contender, row, runs in turns[shift:] + turns[:shift]:
+            if plays(number, runs, rounds):
+                prepare()
+                row.samples.append(_seconds(contender.run, device))
             tick(contender.name)
     return rows
+
+
+def runs_of(seconds: float, rounds: int) -> int:
+    """In how many rounds a contender of `seconds` takes part: whatever its name, by its time alone."""
+    return min(rounds, max(FEWEST, round(BUDGET / max(seconds, 1e-9))))
+
+
+def plays(number: int, runs: int, rounds: int) -> bool:
+    """Whether a contender with `runs` of all rounds takes part in this one; they lie evenly."""
+    return (number + 1) * runs // rounds > number * runs // rounds
 
 
 def ticks(contenders: int, rounds: int) -> int:
@@ -126,6 +158,20 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     elapsed = time.perf_counter() - start
     del result
     return elapsed
+
+
+def _memory_and_seconds(run: Callable[[], Any], device: torch.device) -> tuple[int | None, float]:
+    seconds = 0.0
+
+    def timed() -> Any:
+        nonlocal seconds
+        start = time.perf_counter()
+        result = run()
+        _wait(device)
+        seconds = time.perf_counter() - start
+        return result
+
+    return peak_extra_bytes(timed, device), seconds
 
 
 def _wait(device: torch.device) -> None:
