@@ -233,4 +233,7 @@ def test_a_new_suite_is_one_entry(monkeypatch):
 def test_an_unknown_suite_is_refused():
     result = run("--suite", "nope")
     assert result.exit_code == 2
-    assert "--suite: expected some of logits, scoring, hidden, loss, distill, trl, scaling, static, accuracy" in result.output
+    assert (
+        "--suite: expected some of logits, scoring, hidden, loss, distill, trl, scaling, static, accuracy"
+        in result.output
+    )
