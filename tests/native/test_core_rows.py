@@ -153,6 +153,26 @@ def test_confident_row_keeps_its_gradient(isa: str) -> None:
     assert_gradient(grad, want_grad, torch.float32)
 
 
+@pytest.mark.parametrize("lift", [-torch.inf, -1e9, -300.0, -60.0, -8.0, 5.0, 20.0, 80.0, 300.0, 1e4, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_far_from_the_first(isa: str, dtype: torch.dtype, lift: float) -> None:
+    """Later blocks are measured from near the first one's maximum: above it or far below it, they lose nothing."""
+    logits, targets = rows(4, 3 * 4096 + 70, dtype)
+    targets[:2] = torch.tensor([5, 2 * 4096 + 9])
+    if lift == -torch.inf:
+        logits[..., :4096] = lift
+        targets = targets.clamp(min=4096)
+    else:
+        logits[..., 4096 : 2 * 4096] += lift
+        logits[..., 2 * 4096 + 9 :] += lift / 2
+    c, e = coefficients(4, dtype)
+    logp, entropy, grad = both_stages(logits, targets, c, e)
+    want_logp, want_entropy, want_grad = truth(logits, targets, c, e, PLAIN)
+    assert ((logp - want_logp).abs() <= 1e-6 * want_logp.abs().clamp(min=1)).all()
+    assert ((entropy - want_entropy).abs() <= 1e-6 * want_entropy.abs().clamp(min=1)).all()
+    assert_gradient(grad, want_grad, dtype, factor=2.0)
+
+
 def views(vocab: int) -> dict[str, Tensor]:
     """The same kinds of (B, T, V) views that trainers pass."""
     g = torch.Generator().manual_seed(3)
