@@ -10,7 +10,7 @@ from .running import Step
 
 BUDGET = 585.0
 BUILD_LIMIT = 150.0
-#: the benchmark's suites with their limits; `trl` trains a model on the CPU
+#: the benchmark's suites with their limits; `trl` trains a model on the CPU, `static` is what needs no GPU
 SUITES = {"logits": 50, "scoring": 30, "hidden": 60, "loss": 20, "distill": 30, "accuracy": 20, "scaling": 30}
 #: tests marked `gpu`, by what they are about: name -> (files, seconds)
 GPU_TESTS: dict[str, tuple[tuple[str, ...], float]] = {

@@ -34,7 +34,7 @@ def test_a_row_is_of_the_trainer_that_it_names(monkeypatch):
 
     monkeypatch.setattr(bench_trl, "measure", measure)
     with pytest.raises(InterruptedError):
-        bench_trl.section(401, 1, lambda what: None)
+        bench_trl.section(bench.Options(vocab=401, rounds=1), lambda what: None)
     assert seen == {name: name for name in ("FusedGRPOTrainer", "GRPOTrainer")}
 
 

@@ -216,8 +216,8 @@ def test_every_file_with_marked_tests_belongs_to_a_step():
 
 
 def test_every_suite_is_measured_or_named_here():
-    on_a_cpu_only = {"trl"}
-    assert set(bench.SUITES) - set(plan.SUITES) <= on_a_cpu_only
+    needs_no_gpu = {"trl", "static"}
+    assert set(bench.SUITES) - set(plan.SUITES) <= needs_no_gpu
 
 
 def test_all_steps_fit_in_ten_minutes_on_a_good_day():
