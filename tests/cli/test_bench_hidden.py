@@ -112,8 +112,8 @@ def test_all_rows_are_right_in_both_dtypes(tmp_path):
         assert line in result.output
 
 
-def test_two_vocabularies_and_half_the_tokens():
-    assert bench.Options().heads == [(512, 32_768), (512, 151_936)]
+def test_two_vocabularies_and_fewer_tokens():
+    assert bench.Options().heads == [(512, 32_768), (384, 151_936)]
     assert bench.Options(vocab=1000, tokens=9).heads == [(4, 1000)]
 
 

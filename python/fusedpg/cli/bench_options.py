@@ -43,13 +43,15 @@ class Options:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """(tokens, vocabulary) of the hidden suite: half the tokens, a small vocabulary and the chosen one.
+        """(tokens, vocabulary) of the hidden suite: half the tokens at a small vocabulary, fewer at the chosen one.
 
         A model has its own vocabulary alone.
         """
         if self.model is not None:
             return [(self.head_tokens or self.tokens, self.vocab)]
-        return [(max(1, self.tokens // 2), vocab) for vocab in sorted({min(SMALL_VOCAB, self.vocab), self.vocab})]
+        if self.vocab <= SMALL_VOCAB:
+            return [(max(1, self.tokens // 2), self.vocab)]
+        return [(max(1, self.tokens // 2), SMALL_VOCAB), (max(1, self.tokens * 3 // 8), self.vocab)]
 
     @property
     def hidden_rounds(self) -> int:
@@ -63,8 +65,8 @@ class Options:
 
     @property
     def distilled_tokens(self) -> int:
-        """Tokens of the distillation suite, a quarter: eager PyTorch holds ten matrices of the logits' size."""
-        return max(1, self.tokens // 4)
+        """Tokens of the distillation suite, an eighth: eager PyTorch holds ten matrices of the logits' size."""
+        return max(1, self.tokens // 8)
 
     @property
     def sweeps(self) -> dict[str, list[tuple[int, int, int]]]:
