@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..presets._trl import ENTRY_OF, VERSION
 from . import trl_oracle
 from .rows import Row, not_installed
 
+Found = TypeVar("Found")
 #: of a step's logged loss (absolute) and of its gradient norm (relative)
 LOSS_LIMIT, GRAD_LIMIT = 1e-5, 1e-4
 #: two updates of each of two generated batches, two micro-batches of each update; the reference is the old policy of
@@ -31,6 +32,14 @@ def run_options(loss: str) -> dict[str, Any]:
     return options
 
 
+def quietly(compare: Callable[[Path, dict[str, Any]], Found], loss: str) -> Found:
+    """What a comparison of trainers finds for a loss, in a folder of its own; trainers warn, log and print."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            return compare(Path(folder), run_options(loss))
+
+
 def rows(backend: str = "auto") -> Iterator[Row]:
     """One run of each of TRL's losses; `backend` is the one that fits the tensors whatever is asked."""
     installed = trl_oracle.installed_version()
@@ -38,10 +47,7 @@ def rows(backend: str = "auto") -> Iterator[Row]:
         yield from not_installed("trl", installed, ENTRY_OF, "pip install 'fusedpg[trl]'")
         return
     for loss in ENTRY_OF:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                value, gradient, steps = compare(Path(folder), run_options(loss))
+        value, gradient, steps = quietly(compare, loss)
         verdict = "equal" if value <= LOSS_LIMIT and gradient <= GRAD_LIMIT else "differs"
         note = "" if installed == VERSION else f"the presets follow TRL {VERSION}"
         yield Row("trl", installed, loss, "", "GRPOTrainer.train()", steps, value, gradient, verdict, note)

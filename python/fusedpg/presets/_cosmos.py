@@ -36,7 +36,8 @@ _DEFAULTS: dict[str, Any] = {
     "loss_type": "token-mean",
     "max_response_length": None,
 }
-_RECIPES: dict[str, dict[str, Any]] = {
+#: what the guide's recipes set besides their name
+RECIPES: dict[str, dict[str, Any]] = {
     "clipped": {},
     "gspo": {
         "importance_sampling_level": "sequence",
@@ -73,7 +74,7 @@ def cosmos(loss: str = "clipped", **options: Any) -> TrainerSpec:
         Options(where, options, {}, refused)
         note = "the guide does not say how legacy_pg reduces: token-mean here"
         return _spec(loss, "reinforce", {"reduction": "token-mean"}, note)
-    read = Options(where, options, {**_DEFAULTS, **_RECIPES[loss]}, {"temperature": _TEMPERATURE})
+    read = Options(where, options, {**_DEFAULTS, **RECIPES[loss]}, {"temperature": _TEMPERATURE})
     level = read.choice("importance_sampling_level", ("token", "sequence"))
     knobs = {"epsilon_low": read["epsilon_low"], "epsilon_high": read["epsilon_high"]} | _reduction(read, where)
     if read["kl_beta"]:

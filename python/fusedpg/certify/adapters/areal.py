@@ -16,7 +16,7 @@ from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_areal import CASES
 from ..transcription import Case
-from .batches import NAMES, Outcome, lists, parts_of, truth
+from .batches import NAMES, Outcome, differentiated, lists, parts_of, summed, truth
 from .compare import OWN_CODE, TRANSCRIBED, rows_of_steps
 
 #: RejectionSamplingConfig, its defaults
@@ -40,27 +40,26 @@ def micro_batch(b: PolicyBatch) -> tuple[Tensor, dict[str, Any]]:
     return packed["logp"].requires_grad_(), data
 
 
-def as_rows(grad: Tensor, data: dict[str, Any], like: Tensor) -> Tensor:
-    """A packed gradient as (B, T)."""
+def in_rows(packed: Outcome, data: dict[str, Any], like: Tensor) -> Outcome:
+    """With the packed gradient as (B, T)."""
     full = torch.zeros_like(like)
     bounds = data["cu_seqlens"].tolist()
     for row, start, end in zip(full, bounds[:-1], bounds[1:], strict=True):
-        row[: end - start - 1] = grad[start : end - 1]
-    return full
+        row[: end - start - 1] = packed.grad[start : end - 1]
+    return Outcome(packed.loss, full)
 
 
 def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     """The engine's sum of micro-batches, each times its share of the step's weight."""
     fn = actor_loss(case.loss, backend=backend, **case.options)
-    total, loss, grads = float(b.mask.sum()), torch.zeros(()), []
-    for part in parts_of(b):
+    total = float(b.mask.sum())
+
+    def one(part: PolicyBatch) -> Outcome:
         leaf, data = micro_batch(part)
-        one = fn(leaf, None, data, vocab_min_logits=None, vocab_max_logits=None) * (loss_weight(data) / total)
-        one.backward()
-        loss = loss + one.detach()
-        assert leaf.grad is not None
-        grads.append(as_rows(leaf.grad, data, part.logp))
-    return Outcome(loss, torch.cat(grads))
+        loss = fn(leaf, None, data, vocab_min_logits=None, vocab_max_logits=None) * (loss_weight(data) / total)
+        return in_rows(differentiated(loss, leaf), data, part.logp)
+
+    return summed(map(one, parts_of(b)))
 
 
 def own(case: Case, b: PolicyBatch) -> Outcome:
@@ -78,8 +77,7 @@ def own(case: Case, b: PolicyBatch) -> Outcome:
             options["rejection_sampling"] = SimpleNamespace(**{**REJECTION, **options["rejection_sampling"]})
         options.setdefault("eps_clip", 0.2)
         loss, _ = code.ppo_actor_loss_fn(leaf, data["prox_logp"], data["logprobs"], **given, **options)
-    (grad,) = torch.autograd.grad(loss, leaf)
-    return Outcome(loss.detach(), as_rows(grad, data, b.logp.double()))
+    return in_rows(differentiated(loss, leaf), data, b.logp.double())
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,21 @@ class Outcome(NamedTuple):
 
     loss: Tensor
     grad: Tensor
+
+
+def differentiated(value: Tensor, leaf: Tensor) -> Outcome:
+    """A loss and its gradient by one leaf."""
+    (grad,) = torch.autograd.grad(value, leaf)
+    return Outcome(value.detach(), grad)
+
+
+def summed(outcomes: Iterable[Outcome]) -> Outcome:
+    """A step from its micro-batches: the sum of the losses, the gradients' rows one after the other."""
+    loss, grads = torch.zeros(()), []
+    for one in outcomes:
+        loss = loss + one.loss
+        grads.append(one.grad)
+    return Outcome(loss, torch.cat(grads))
 
 
 @dataclass
@@ -107,15 +122,11 @@ def fields(b: PolicyBatch, logp: Tensor, obs: Tensor | None = None, entropy: Ten
 def truth(b: PolicyBatch, formula: Callable[..., Tensor], obs: Tensor | None = None, **counts: Any) -> Outcome:
     """A formula in fp64 over a batch: its value, and its gradient (B, T)."""
     leaf = b.logp.double().requires_grad_()
-    value = formula(fields(b, leaf, obs), **counts)
-    (grad,) = torch.autograd.grad(value, leaf)
-    return Outcome(value.detach(), grad)
+    return differentiated(formula(fields(b, leaf, obs), **counts), leaf)
 
 
 def truth_of_logits(b: PolicyBatch, case: Case, temperature: float = 1.0, **counts: Any) -> Outcome:
     """The same by the logits of `two_way`, entropy included; gradient (B, T, 2)."""
     leaf = (temperature * two_way(b.logp)).double().requires_grad_()
     p = torch.log_softmax(leaf / temperature, -1)
-    value = case.formula(fields(b, p[..., 0], entropy=-(p.exp() * p).sum(-1)), **counts)
-    (grad,) = torch.autograd.grad(value, leaf)
-    return Outcome(value.detach(), grad)
+    return differentiated(case.formula(fields(b, p[..., 0], entropy=-(p.exp() * p).sum(-1)), **counts), leaf)

@@ -11,7 +11,7 @@ import torch
 
 from ...integrations.cosmos import build_objective
 from ...metric_adapter import OBJECTIVE_WEIGHT_SUM
-from ...presets._cosmos import VERSION
+from ...presets._cosmos import RECIPES, VERSION
 from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_cosmos import cases
@@ -22,17 +22,6 @@ from .compare import rows_of_steps
 #: those whose counts are the batch's own
 CASES = [case for case in cases() if case.counts is None]
 CONTEXT = SimpleNamespace(name_or_path="policy", max_response_length=11)
-#: what the guide's recipes set besides the name of a preset
-RECIPES: dict[str, dict[str, Any]] = {
-    "gspo": {
-        "importance_sampling_level": "sequence",
-        "epsilon_low": 3e-4,
-        "epsilon_high": 4e-4,
-        "lower_bound_ratio": 0,
-        "loss_type": "seq-mean-token-mean",
-    },
-    "dr_grpo": {"loss_type": "seq-mean-token-sum-fixed"},
-}
 
 
 def config(case: Case) -> SimpleNamespace:

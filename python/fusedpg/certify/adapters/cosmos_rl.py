@@ -10,40 +10,24 @@ import torch
 from torch import Tensor
 
 from ...integrations.cosmos_rl import compute_loss
-from ...presets._cosmos_rl import VERSION
+from ...presets._cosmos_rl import VERSION, options_of
 from .. import own_code
 from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_cosmos_rl import cases, of_all_workers
 from ..transcription import Case
-from .batches import Outcome, parts_of, truth
+from .batches import Outcome, differentiated, parts_of, summed, truth
 from .compare import OWN_CODE, TRANSCRIBED, rows_of_steps
 
 #: the entropy bonus and the workers' counts are the trainer's own
 CASES = [case for case in cases() if case.counts is not of_all_workers and "entropy_coeff" not in case.options]
-DEFAULTS: dict[str, Any] = {
-    "variant": "grpo",
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.2,
-    "lower_bound_ratio": 3.0,
-    "aipo_rho": None,
-    "loss_type": "token-mean",
-    "unbiased_loss_max_tokens": None,
-    "balance_dp_token": False,
-    "kl_beta": 0.0,
-    "unbiased_kl_estimate": False,
-    "use_decoupled_loss": False,
-    "behav_imp_weight_cap": None,
-    "use_rollout_logprobs_for_loss": False,
-    "off_policy_masking_delta": None,
-    "entropy_coeff": 0.0,
-    "positive_nll_coef": None,
-}
 
 
 def config(**options: Any) -> SimpleNamespace:
     """cosmos-rl's config with its defaults."""
-    return SimpleNamespace(train=SimpleNamespace(train_policy=SimpleNamespace(**DEFAULTS | options)))
+    return SimpleNamespace(
+        train=SimpleNamespace(train_policy=SimpleNamespace(**{"variant": "grpo", **options_of(), **options}))
+    )
 
 
 def call(
@@ -76,16 +60,19 @@ def call(
 def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     """The sum of micro-batches; `compute_loss` takes the backend of its tensors."""
     counts = {"tokens": float(b.mask.sum()), "sequences": b.mask.shape[0], "dp_workers": 1}
-    loss, grads = torch.zeros(()), []
-    for part in parts_of(b):
-        leaf, (one, _, _) = call(part, case.loss, counts, **case.options)
-        one.backward()
-        loss = loss + one.detach()
-        full = torch.zeros_like(part.logp)
-        assert leaf.grad is not None
-        full[part.mask] = leaf.grad
-        grads.append(full)
-    return Outcome(loss, torch.cat(grads))
+
+    def one(part: PolicyBatch) -> Outcome:
+        leaf, (loss, _, _) = call(part, case.loss, counts, **case.options)
+        return in_rows(differentiated(loss, leaf), part)
+
+    return summed(map(one, parts_of(b)))
+
+
+def in_rows(selected: Outcome, b: PolicyBatch) -> Outcome:
+    """With the gradient of the selected tokens as (B, T)."""
+    full = torch.zeros_like(b.logp)
+    full[b.mask] = selected.grad
+    return Outcome(selected.loss, full)
 
 
 def own(case: Case, b: PolicyBatch) -> Outcome:
@@ -94,10 +81,7 @@ def own(case: Case, b: PolicyBatch) -> Outcome:
     assert code is not None
     wide = b.to(torch.float64)
     leaf, (loss, _, _) = call(wide, case.loss, function=code.compute_loss, **case.options)
-    (grad,) = torch.autograd.grad(loss, leaf)
-    full = torch.zeros_like(wide.logp)
-    full[b.mask] = grad
-    return Outcome(loss.detach(), full)
+    return in_rows(differentiated(loss, leaf), wide)
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:

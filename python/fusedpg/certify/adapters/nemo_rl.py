@@ -15,7 +15,7 @@ from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_nemo_rl import cases
 from ..transcription import Case
-from .batches import Outcome, parts_of, truth, truth_of_logits, two_way
+from .batches import Outcome, differentiated, parts_of, summed, truth, truth_of_logits, two_way
 from .compare import TRANSCRIBED, Largest, rows_of_steps, stand_in
 
 CASES = [case for case in cases() if case.counts is not None]
@@ -78,20 +78,21 @@ def counts(b: PolicyBatch, factor: float = 1.0) -> dict[str, Any]:
 def step(case: Case, b: PolicyBatch, backend: str = "auto", input_type: str = "logprob") -> Outcome:
     """The sum of micro-batches; the last row of logits scores nothing."""
     loss_fn = FusedClippedPGLoss(config(case), input_type=input_type, backend=backend)
-    given, loss, grads = counts(b, 3.0), torch.zeros(()), []
-    for part in parts_of(b):
-        leaf = part.logp
-        if input_type == "logit":
-            rows = two_way(part.logp)
-            leaf = torch.cat([rows, torch.full_like(rows[:, :1], torch.nan)], 1)
-        leaf.requires_grad_()
-        name = "logits" if input_type == "logit" else "next_token_logprobs"
-        one, _ = loss_fn(data_of(part), **given, **{name: leaf})
-        one.backward()
-        loss = loss + one.detach()
-        assert leaf.grad is not None
-        grads.append(leaf.grad[:, :-1] if input_type == "logit" else leaf.grad)
-    return Outcome(loss, torch.cat(grads))
+    given = counts(b, 3.0)
+
+    def of_logprobs(part: PolicyBatch) -> Outcome:
+        leaf = part.logp.requires_grad_()
+        loss, _ = loss_fn(data_of(part), **given, next_token_logprobs=leaf)
+        return differentiated(loss, leaf)
+
+    def of_logits(part: PolicyBatch) -> Outcome:
+        rows = two_way(part.logp)
+        leaf = torch.cat([rows, torch.full_like(rows[:, :1], torch.nan)], 1).requires_grad_()
+        loss, _ = loss_fn(data_of(part), **given, logits=leaf)
+        found = differentiated(loss, leaf)
+        return Outcome(found.loss, found.grad[:, :-1])
+
+    return summed(map(of_logits if input_type == "logit" else of_logprobs, parts_of(b)))
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:

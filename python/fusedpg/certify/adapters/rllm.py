@@ -16,7 +16,19 @@ from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_rllm import MODES, aggregate, cases, ppo_clip
 from ..transcription import Case, Fields
-from .batches import KINDS, Lists, Outcome, lists, part_of, parts_of, rows_grad, step_batch, truth
+from .batches import (
+    KINDS,
+    Lists,
+    Outcome,
+    differentiated,
+    lists,
+    part_of,
+    parts_of,
+    rows_grad,
+    step_batch,
+    summed,
+    truth,
+)
 from .compare import TRANSCRIBED, Largest, rows_of_steps
 
 #: those whose counts are the batch's own
@@ -71,15 +83,13 @@ def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     params = {k: v for k, v in case.options.items() if k != "loss_agg_mode"}
     mode = case.options.get("loss_agg_mode", MODES[0])
     counts = (float(b.mask.sum()), float(b.mask.any(1).sum()))
-    loss, grads = torch.zeros(()), []
-    for part in parts_of(b):
+
+    def one(part: PolicyBatch) -> Outcome:
         leaf, ctx = context(part, observed(case, part), params, mode, *counts)
-        one, _ = rllm.BODIES[rllm.PREFIX + case.loss](ctx)
-        one.backward()
-        loss = loss + one.detach()
-        assert leaf.grad is not None
-        grads.append(leaf.grad)
-    return Outcome(loss, torch.cat(grads))
+        loss, _ = rllm.BODIES[rllm.PREFIX + case.loss](ctx)
+        return differentiated(loss, leaf)
+
+    return summed(map(one, parts_of(b)))
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:
@@ -104,15 +114,15 @@ def managed_step(managed: str, mode: str, b: PolicyBatch, backend: str = "auto")
     fn = rllm.managed_loss(
         "fusedpg_ppo_clip", managed, loss_agg_mode=mode, kernels=backend, **(counts if managed == "tinker" else {})
     )
-    loss, grads = torch.zeros(()), []
-    for part in (part_of(b, slice(0, 2)), part_of(b, slice(2, None))):
+
+    def one(part: PolicyBatch) -> Outcome:
         ls = lists(part)
         leaves = [t.clone().requires_grad_() for t in ls.logp]
-        one, _ = fn(datums(ls), leaves)
-        one.backward()
-        loss = loss + one.detach()
-        grads.append(rows_grad(leaves, part.logp))
-    return Outcome(loss, torch.cat(grads))
+        loss, _ = fn(datums(ls), leaves)
+        loss.backward()
+        return Outcome(loss.detach(), rows_grad(leaves, part.logp))
+
+    return summed(one(part_of(b, rows)) for rows in (slice(0, 2), slice(2, None)))
 
 
 def managed_want(managed: str, mode: str, b: PolicyBatch) -> Outcome:

@@ -15,7 +15,7 @@ from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_skyrl import CASES as EVERY
 from ..transcription import Case
-from .batches import Outcome, parts_of, truth
+from .batches import Outcome, differentiated, parts_of, summed, truth
 from .compare import rows_of_steps
 
 #: those whose reduction and KL are SkyRL's own affair, as in its workers
@@ -89,16 +89,14 @@ def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     """The sum of micro-batches; the step's token mean is in the advantages."""
     fn = partial(fused_loss, loss=case.loss, backend=backend)
     config, tokens = algorithm(**case.options), float(b.mask.sum())
-    loss, grads = torch.zeros(()), []
-    for part in parts_of(b):
+
+    def one(part: PolicyBatch) -> Outcome:
         leaf = part.logp.clone().requires_grad_()
         advantages = part.token_advantages / tokens
-        one, _ = fn(leaf, part.logp_old, advantages, config, part.mask.float(), part.logp_rollout)
-        one.backward()
-        loss = loss + one.detach()
-        assert leaf.grad is not None
-        grads.append(leaf.grad)
-    return Outcome(loss, torch.cat(grads))
+        loss, _ = fn(leaf, part.logp_old, advantages, config, part.mask.float(), part.logp_rollout)
+        return differentiated(loss, leaf)
+
+    return summed(map(one, parts_of(b)))
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:
@@ -110,7 +108,7 @@ def want(case: Case, b: PolicyBatch) -> Outcome:
         counts: dict[str, Any] = {"batch_size": part.mask.shape[0], "tokens": float(part.mask.sum())}
         empty = Outcome(torch.zeros(()), torch.zeros_like(part.logp).double())
         found.append(truth(part, case.formula, **counts) if part.mask.any() else empty)
-    return Outcome(torch.stack([one.loss.double() for one in found]).sum(), torch.cat([one.grad for one in found]))
+    return summed(found)
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:

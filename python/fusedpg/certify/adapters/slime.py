@@ -15,7 +15,7 @@ from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_slime import CASES as EVERY
 from ..transcription import Case
-from .batches import Outcome, lists, parts_of, truth_of_logits, two_way
+from .batches import Outcome, differentiated, lists, parts_of, summed, truth_of_logits, two_way
 from .compare import rows_of_steps
 
 #: slime runs 'reinforce' by another switch than the advantage estimator
@@ -99,15 +99,14 @@ def response_rows(grad: Tensor, given: dict[str, Any], like: Tensor) -> Tensor:
 def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     """The sum of micro-batches; the loss takes the backend of its tensors."""
     per_token = case.options.get("calculate_per_token_loss", False)
-    loss, grads = torch.zeros(()), []
-    for part in parts_of(b):
+
+    def one(part: PolicyBatch) -> Outcome:
         given, logits = micro_batch(part)
-        one, _ = fused_loss(arguments(case.loss, **case.options), given, logits, reducer(given, per_token))
-        one.backward()
-        loss = loss + one.detach()
-        assert logits.grad is not None
-        grads.append(response_rows(logits.grad, given, part.logp))
-    return Outcome(loss, torch.cat(grads))
+        loss, _ = fused_loss(arguments(case.loss, **case.options), given, logits, reducer(given, per_token))
+        found = differentiated(loss, logits)
+        return Outcome(found.loss, response_rows(found.grad, given, part.logp))
+
+    return summed(map(one, parts_of(b)))
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:

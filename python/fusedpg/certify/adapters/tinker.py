@@ -15,7 +15,7 @@ from ..cases import PolicyBatch
 from ..rows import Row
 from ..transcribed_tinker import cases
 from ..transcription import Case
-from .batches import Lists, Outcome, lists, parts_of, rows_grad, truth
+from .batches import Lists, Outcome, lists, parts_of, rows_grad, summed, truth
 from .compare import rows_of_steps
 
 CASES = list(cases())
@@ -58,15 +58,15 @@ def _grad(leaf: Tensor) -> Tensor:
 def step(case: Case, b: PolicyBatch, backend: str = "auto") -> Outcome:
     """The sum of the calls of a step; the gradient is that of the client's cross-entropy."""
     loss_fn = custom_loss(own_loss(case.loss, **case.options), backend=backend)
-    loss, grads = torch.zeros(()), []
-    for part in parts_of(b):
+
+    def one(part: PolicyBatch) -> Outcome:
         ls = lists(part)
-        one, _, weights = client(loss_fn, datums(ls), ls.logp)
-        loss = loss + one.detach()
+        loss, _, weights = client(loss_fn, datums(ls), ls.logp)
         for row, weight in zip(ls.logp, weights, strict=True):
             row.grad = -weight
-        grads.append(rows_grad(ls.logp, part.logp))
-    return Outcome(loss, torch.cat(grads))
+        return Outcome(loss.detach(), rows_grad(ls.logp, part.logp))
+
+    return summed(map(one, parts_of(b)))
 
 
 def want(case: Case, b: PolicyBatch) -> Outcome:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...integrations.torchforge import logits_loss
 from ..cases import PolicyBatch
 from ..rows import Row
-from .batches import KINDS, Outcome, parts_of, step_batch
+from .batches import KINDS, Outcome, differentiated, parts_of, step_batch, summed
 from .compare import TRANSCRIBED, Largest
 
 VERSION = "contract"
@@ -53,28 +53,24 @@ def in_fp64(targets: dict[str, Tensor]) -> dict[str, Tensor]:
 def step(b: PolicyBatch, backend: str = "auto") -> Outcome:
     """The sum of the micro-batches' losses."""
     fn = logits_loss("grpo", kl_coef=BETA, backend=backend)
-    loss, grads = torch.zeros(()), []
-    for part in parts_of(b):
+
+    def one(part: PolicyBatch) -> Outcome:
         logits, targets = inputs(part)
         leaf = logits.requires_grad_()
-        one = fn(leaf, **targets)
-        one.backward()
-        loss = loss + one.detach()
-        assert leaf.grad is not None
-        grads.append(leaf.grad)
-    return Outcome(loss, torch.cat(grads))
+        return differentiated(fn(leaf, **targets), leaf)
+
+    return summed(map(one, parts_of(b)))
 
 
 def want(b: PolicyBatch) -> Outcome:
     """The recipe over the same micro-batches in fp64."""
-    losses, grads = [], []
-    for part in parts_of(b):
+
+    def one(part: PolicyBatch) -> Outcome:
         logits, targets = inputs(part)
         leaf = logits.double().requires_grad_()
-        loss = simple_grpo(leaf, **in_fp64(targets))
-        losses.append(loss.detach())
-        grads.append(torch.autograd.grad(loss, leaf)[0])
-    return Outcome(torch.stack(losses).sum(), torch.cat(grads))
+        return differentiated(simple_grpo(leaf, **in_fp64(targets)), leaf)
+
+    return summed(map(one, parts_of(b)))
 
 
 def rows(backend: str = "auto") -> Iterator[Row]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ from torch import Tensor
 
 from ...presets._trl import ENTRY_OF
 from .. import trl_oracle
-from ..against_trl_runs import run_options
+from ..against_trl_runs import quietly
 from ..rows import Row, not_installed
 from .batches import PARTS, Outcome
 from .compare import OWN_CODE, Largest
@@ -31,10 +27,7 @@ def rows(backend: str = "auto") -> Iterator[Row]:
         yield from not_installed("trl", installed, ENTRY_OF, "pip install 'fusedpg[trl]'")
         return
     for loss in ENTRY_OF:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                largest = compare(Path(folder), run_options(loss))
+        largest = quietly(compare, loss)
         yield largest.row("trl", installed, loss, "", OWN_CODE)
 
 
