@@ -56,42 +56,25 @@ def nothing():
     """For contenders that leave their inputs alone."""
 
 
-@cache
-def logits(sizes, dtype) -> Case:
-    problem = bench_logits.make_problem(sizes.tokens, sizes.vocab, bench.DTYPES[dtype], CPU)
-    return bench_logits.contenders(problem), problem.prepare
+def suite(make, contenders):
+    """The contenders of the problem that `make` makes of sizes and a dtype."""
 
-
-@cache
-def hidden(sizes, dtype) -> Case:
-    problem = bench_hidden.make_problem(sizes.tokens, sizes.vocab, sizes.width, bench.DTYPES[dtype], CPU)
-    return bench_hidden.contenders(problem), nothing
-
-
-@cache
-def scoring_logits(sizes, dtype) -> Case:
-    problem = bench_scoring.make_logits(sizes.tokens, sizes.vocab, bench.DTYPES[dtype], CPU)
-    return bench_scoring.logits_contenders(problem), nothing
-
-
-@cache
-def scoring_hidden(sizes, dtype) -> Case:
-    problem = bench_scoring.make_hidden(sizes.tokens, sizes.vocab, sizes.width, bench.DTYPES[dtype], CPU)
-    return bench_scoring.hidden_contenders(problem), nothing
-
-
-@cache
-def loss(sizes, dtype) -> Case:
-    return bench_loss.contenders(bench_loss.make_tokens(sizes.loss_tokens, CPU)), nothing
-
-
-def distill(divergence):
     @cache
     def case(sizes, dtype) -> Case:
-        problem = bench_distill.make_problem(sizes.tokens, sizes.vocab, bench.DTYPES[dtype], CPU, divergence)
-        return bench_distill.contenders(problem), nothing
+        problem = make(sizes, bench.DTYPES[dtype])
+        return contenders(problem), getattr(problem, "prepare", nothing)
 
     return case
+
+
+def from_logits(make, *more):
+    """What makes a problem from logits."""
+    return lambda sizes, dtype: make(sizes.tokens, sizes.vocab, dtype, CPU, *more)
+
+
+def from_hidden(make):
+    """What makes a problem from hidden states."""
+    return lambda sizes, dtype: make(sizes.tokens, sizes.vocab, sizes.width, dtype, CPU)
 
 
 def scaling(source, axis, factor):
@@ -107,12 +90,21 @@ def scaling(source, axis, factor):
 
 
 SUITES = {
-    "logits (P1)": (logits, DTYPES),
-    "hidden (P2, P3)": (hidden, DTYPES),
-    "scoring from logits": (scoring_logits, DTYPES),
-    "scoring from hidden states": (scoring_hidden, DTYPES),
-    "loss (P4)": (loss, ("fp32",)),
-    **{f"distill {name}": (distill(name), DTYPES) for name in bench_distill.DIVERGENCES},
+    "logits (P1)": (suite(from_logits(bench_logits.make_problem), bench_logits.contenders), DTYPES),
+    "hidden (P2, P3)": (suite(from_hidden(bench_hidden.make_problem), bench_hidden.contenders), DTYPES),
+    "scoring from logits": (suite(from_logits(bench_scoring.make_logits), bench_scoring.logits_contenders), DTYPES),
+    "scoring from hidden states": (
+        suite(from_hidden(bench_scoring.make_hidden), bench_scoring.hidden_contenders),
+        DTYPES,
+    ),
+    "loss (P4)": (
+        suite(lambda sizes, dtype: bench_loss.make_tokens(sizes.loss_tokens, CPU), bench_loss.contenders),
+        ("fp32",),
+    ),
+    **{
+        f"distill {name}": (suite(from_logits(bench_distill.make_problem, name), bench_distill.contenders), DTYPES)
+        for name in bench_distill.DIVERGENCES
+    },
     "scaling, N x 4, logits": (scaling(bench_scaling.from_logits, "tokens", 4), ("fp32",)),
     **{
         f"scaling, {axis} x 2": (scaling(bench_scaling.from_hidden, axis, 2), ("fp32",))

@@ -65,17 +65,18 @@ def why_not(name: str, device: torch.device) -> str | None:
     rival = RIVALS.get(name)
     if rival is None:
         return None
-    try:
-        version = metadata.version(rival.package)
-    except metadata.PackageNotFoundError:
+    installed = version(rival.package)
+    if installed is None:
         gpu = " and needs a GPU" if rival.gpu and device.type != "cuda" else ""
         return f"{name}: not run, {rival.package} is not installed{gpu}"
     if rival.gpu and device.type != "cuda":
-        return f"{name}: not run, the kernels of {rival.package} {version} need a GPU; the tensors are on {device.type}"
+        return (
+            f"{name}: not run, the kernels of {rival.package} {installed} need a GPU; the tensors are on {device.type}"
+        )
     try:
         load(name)
     except Exception as error:  # whatever their modules raise where something that they need is missing
-        return f"{name}: not run, {rival.package} {version} cannot be imported: {type(error).__name__}: {error}"
+        return f"{name}: not run, {rival.package} {installed} cannot be imported: {type(error).__name__}: {error}"
     return None
 
 
@@ -105,12 +106,14 @@ def import_quietly(module: str) -> Any:
         return importlib.import_module(module)
 
 
+def version(package: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def versions() -> dict[str, str | None]:
     """The installed version of every package of a rival; None where it is not installed."""
-    found: dict[str, str | None] = {}
-    for package in sorted({rival.package for rival in RIVALS.values()}):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {package: version(package) for package in sorted({rival.package for rival in RIVALS.values()})}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -91,15 +90,16 @@ def bench_command(
     )
     older = None if compare is None else _refusing("--compare", lambda: results.read(compare))
     run = _measured(options, markdown) if stored is None else _stored(stored, markdown)
-    _conclude(run, older, threshold, markdown)
+    comparison = None if older is None else regressions.compare(older, run, threshold)
+    _conclude(run, comparison, markdown)
     if json_path is not None and stored is None:
-        results.write(json_path, run.record)
+        results.write(json_path, run)
         _say(f"wrote {json_path}")
     if plot_folder is not None:
-        _say(*_drawn(run.record, plot_folder))
-    if run.broken:
+        _say(*_drawn(run, plot_folder))
+    if any(section.get("broken") for section in run["sections"]):
         raise typer.Exit(1)
-    if older is not None and regressions.compare(older, run.record, threshold).failed:
+    if comparison is not None and comparison.failed:
         raise typer.Exit(3)
 
 
@@ -152,19 +152,7 @@ def _say(*lines: str) -> None:
 # ------------------------------------------------------------------ a run
 
 
-@dataclass(frozen=True)
-class Run:
-    """A report, and whether a result of ours in it is wrong."""
-
-    record: Record
-
-    @property
-    def broken(self) -> bool:
-        """Whether the run must fail."""
-        return any(section.get("broken") for section in self.record["sections"])
-
-
-def _measured(options: Options, markdown: bool) -> Run:
+def _measured(options: Options, markdown: bool) -> Record:
     """Measure, and print each table as soon as it is there."""
     out, side = console.make_console(), console.make_console(stderr=True)
     info = machine.describe(options.place)
@@ -180,13 +168,13 @@ def _measured(options: Options, markdown: bool) -> Run:
             else:
                 section.show(out)
     _say(f"measured in {time.perf_counter() - start:.0f} s")
-    return Run(results.record(info, options, sections))
+    return results.record(info, options, sections)
 
 
-def _stored(path: Path, markdown: bool) -> Run:
+def _stored(path: Path, markdown: bool) -> Record:
     run = _refusing("--from", lambda: results.read(path))
     _print_machine(console.make_console(), run["machine"], markdown)
-    return Run(run)
+    return run
 
 
 def _drawn(run: Record, folder: Path) -> list[str]:
@@ -203,10 +191,9 @@ def _print_machine(out: Console, info: dict[str, Any], markdown: bool) -> None:
         out.print(machine.one_line(info), highlight=False, soft_wrap=True)
 
 
-def _conclude(run: Run, older: Record | None, threshold: float, markdown: bool) -> None:
+def _conclude(run: Record, comparison: regressions.Comparison | None, markdown: bool) -> None:
     """The promises, and what changed since the older run."""
-    sections = run.record["sections"]
-    comparison = None if older is None else regressions.compare(older, run.record, threshold)
+    sections = run["sections"]
     if markdown:
         print(summary.markdown(sections), end="\n\n")
         if comparison is not None:

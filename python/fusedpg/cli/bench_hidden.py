@@ -26,7 +26,7 @@ from .availability import (
 )
 from .bench_logits import LOOSE, TOLERANCE, Tolerance
 from .hidden_rivals import Tokens
-from .hidden_truth import Truth, logp_check, loss_check, make_truth
+from .hidden_truth import Truth, logp_check, loss_check, make_truth, random_head
 from .timing import Contender, Outcome
 
 OURS, SCORE = "fusedpg", "fusedpg, log-probs alone"
@@ -137,11 +137,7 @@ def make_problem(
 ) -> Problem:
     """Logits of std 3. The ratios stay inside the clip band: every row has a gradient, none is skipped."""
     rng = torch.Generator(device).manual_seed(seed)
-    hidden = torch.randn(tokens, width, generator=rng, device=device).to(dtype)
-    weight = torch.empty(vocab, width, dtype=dtype, device=device)
-    for rows in weight.split(8192):
-        rows.copy_(torch.randn(rows.shape, generator=rng, device=device) * (3 / width**0.5))
-    targets = torch.randint(0, vocab, (tokens,), generator=rng, device=device)
+    hidden, weight, targets = random_head(tokens, vocab, width, dtype, rng)
     truth = make_truth(hidden, weight, targets)
     noise = (torch.rand(tokens, generator=rng, device=device) - 0.5) * 0.2
     advantages = torch.randn(sequences(tokens), generator=rng, device=device)

@@ -23,6 +23,7 @@ from .availability import (
     VERL_KERNEL,
     VERL_LOGITS,
 )
+from .hidden_truth import random_head
 from .scoring_forms import Score
 from .timing import Contender, Outcome, Verdict, judged
 
@@ -91,11 +92,7 @@ def make_hidden(
 ) -> HiddenProblem:
     """Random hidden states, head and targets."""
     rng = torch.Generator(device).manual_seed(seed)
-    hidden = torch.randn(tokens, width, generator=rng, device=device).to(dtype)
-    weight = torch.empty(vocab, width, dtype=dtype, device=device)
-    for rows in weight.split(8192):
-        rows.copy_(torch.randn(rows.shape, generator=rng, device=device) * (3 / width**0.5))
-    targets = torch.randint(0, vocab, (tokens,), generator=rng, device=device)
+    hidden, weight, targets = random_head(tokens, vocab, width, dtype, rng)
     wide = weight.double().t()
     blocks = (rows.double() @ wide for rows in hidden.split(BLOCK))
     return HiddenProblem(hidden, weight, targets, *exact_scores(blocks, targets))

@@ -15,7 +15,8 @@ from fusedpg import dispatch
 from fusedpg.linear_plan import MIB, plan_linear
 from fusedpg.linear_walk import Head, default_workspace, free_memory
 
-from .machine import cpu_model, version
+from .availability import version
+from .machine import cpu_model
 
 TRAINERS = ("trl", "verl", "liger-kernel", "transformers", "peft")
 COMMAND_LINE = ("typer", "rich", "matplotlib")

@@ -47,6 +47,17 @@ class Truth:
         return d_hidden, d_logits.t() @ self.hidden.double()
 
 
+def random_head(
+    tokens: int, vocab: int, width: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden states, weight, targets) on the generator's device; the logits have std 3."""
+    hidden = torch.randn(tokens, width, generator=rng, device=rng.device).to(dtype)
+    weight = torch.empty(vocab, width, dtype=dtype, device=rng.device)
+    for rows in weight.split(8192):
+        rows.copy_(torch.randn(rows.shape, generator=rng, device=rng.device) * (3 / width**0.5))
+    return hidden, weight, torch.randint(0, vocab, (tokens,), generator=rng, device=rng.device)
+
+
 def make_truth(hidden: Tensor, weight: Tensor, targets: Tensor) -> Truth:
     """One product in fp64, a block of rows at a time."""
     count, vocab = hidden.shape[0], weight.shape[0]

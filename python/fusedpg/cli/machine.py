@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "fusedpg": fusedpg.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": availability.version("triton"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": cpu_model(),
         "isa": _isa(),
@@ -39,14 +38,6 @@ def one_line(machine: dict[str, Any]) -> str:
         f"{device}, {machine['threads']} threads, core built for {machine['isa']}, fusedpg {machine['fusedpg']} "
         f"(backend {machine['backend']}), torch {machine['torch']}, Python {machine['python']}"
     )
-
-
-def version(package: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _isa() -> str:
