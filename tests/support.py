@@ -156,3 +156,16 @@ class CountedCompiler:
 
     def __call__(self, graph, inputs):
         return self._compile(graph, inputs)
+
+
+def saved_storages(call):
+    """(address -> bytes of each storage that autograd keeps for backward while `call` runs, its result)."""
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = call()
+    return kept, result

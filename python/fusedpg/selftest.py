@@ -85,6 +85,14 @@ class Result:
     grad: Tensor
     output: Any
 
+    def size(self, name: str) -> Tensor:
+        """What the rounding of a value is relative to: its largest entry, of a sum at least that of its terms."""
+        size = largest(self.values[name])
+        if name in ("loss", "numerator") and size > 0:
+            terms = self.values["per_token"].abs().sum()
+            size = torch.maximum(size, terms * size / largest(self.values["numerator"]))
+        return size
+
 
 def run(
     spec: LossSpec, case: Case, backend: str, *, upstream: float = 1.0, double: bool = False, **extra: Any
@@ -168,12 +176,8 @@ def disagreement(got: Result, want: Result, fp32: Rounding, dtype: torch.dtype, 
     Errors stay within twice the fp32 error measured on the same inputs, plus one storage rounding of the gradient. The
     floor of a few fp32 units covers inputs on which fp32 happens to be exact; sums are floored by their terms.
     """
-    terms = want.values["per_token"].abs().sum()
     for name, expected in want.values.items():
-        size = largest(expected)
-        if name in ("loss", "numerator") and size > 0:
-            size = torch.maximum(size, terms * size / largest(want.values["numerator"]))
-        budget = 2 * fp32.values[name] + 8 * F32 * (1 + size)
+        budget = 2 * fp32.values[name] + 8 * F32 * (1 + want.size(name))
         actual = got.values[name]
         if actual.shape != expected.shape:
             return f"{label} {name}: shape {actual.shape} against {expected.shape}"

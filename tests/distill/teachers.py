@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusedpg
-from support import F32, backend_device, largest, store
+from support import F32, Result, backend_device, largest, store
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 INF, NAN = float("inf"), float("nan")
@@ -42,15 +42,6 @@ def make_pair(
         mask = torch.rand(shape[:-1], generator=g) > 0.3
         x[~mask], y[~mask] = NAN, INF
     return Pair(x, y, mask)
-
-
-@dataclass
-class Result:
-    """What one call computed, as fp64 on the CPU."""
-
-    values: dict[str, Tensor]
-    grad: Tensor
-    output: fusedpg.DistillOutput
 
 
 def run(pair: Pair, backend: str, *, upstream: float = 1.0, **knobs) -> Result:

@@ -13,20 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedpg
 from fusedpg import reference
+from support import saved_storages
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 def saved_bytes(call):
-    """Bytes that autograd keeps for backward while `call` runs, each storage once."""
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = call()
+    """Bytes that autograd keeps for backward while `call` runs."""
+    kept, result = saved_storages(call)
     return sum(kept.values()), result
 
 

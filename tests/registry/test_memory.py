@@ -10,6 +10,7 @@ import torch
 import fusedpg
 from fusedpg.cli import memory
 from fusedpg.evidence.global_traffic import GlobalTraffic
+from support import saved_storages
 
 ROWS, VOCAB = 256, 1 << 15
 counts_loads = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts in Triton's interpreter")
@@ -45,14 +46,8 @@ def test_custom_path_makes_nothing_of_the_vocabulary_s_size_but_the_gradient():
 def test_graph_keeps_the_logits_and_a_few_numbers_a_row():
     """The body's own graph is gone when the call returns."""
     logits, targets, kwargs = big()
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        fusedpg.resolve_loss("my_icepop", backend="cpu").from_logits(logits, targets, **kwargs)
+    loss = fusedpg.resolve_loss("my_icepop", backend="cpu")
+    kept, _ = saved_storages(lambda: loss.from_logits(logits, targets, **kwargs))
     del kept[logits.untyped_storage().data_ptr()]
     assert sum(kept.values()) < 256 * ROWS
 
