@@ -120,17 +120,19 @@ const double* checked(const std::vector<double>& spec, const Tokens& t) {
   return spec.data();
 }
 
-/// A big fresh output is mapped in huge pages: faulting it in 4 KB steps costs more than writing it.
-void want_huge_pages(const void* data, int64_t values, DType dtype) {
+/// Big fresh memory is mapped in huge pages: faulting it in 4 KB steps costs more than writing it.
+void want_huge_pages(Address data, uintptr_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t page = uintptr_t(2) << 20, element = dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(values) * element;
+  const uintptr_t page = uintptr_t(2) << 20, first = (data + page - 1) / page * page, end = data + bytes;
   if (data && end >= first + page)
     (void)madvise(reinterpret_cast<void*>(first), (end - first) / page * page, MADV_HUGEPAGE);  // only a hint
 #else
-  (void)data, (void)values, (void)dtype;
+  (void)data, (void)bytes;
 #endif
+}
+void want_huge_pages(const void* data, int64_t values, DType dtype) {
+  const uintptr_t element = dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2;
+  want_huge_pages(reinterpret_cast<Address>(data), static_cast<uintptr_t>(values) * element);
 }
 void want_huge_pages(const Matrix& out, const Matrix& logits, DType dtype) {
   if (out.data != logits.data) want_huge_pages(out.data, out.rows() * out.vocab, dtype);
@@ -189,6 +191,26 @@ void distill(const std::pair<int, int>& dtypes, int threads, const MatrixArgs& s
   k.distill(student_dtype, teacher_dtype, threads, matrix(student), matrix(teacher), d, outputs, matrix(gradient));
 }
 
+using OperandArgs = std::tuple<int, Address, int64_t, int64_t, int64_t, int64_t>;  // dtype, data, lanes, depth, their strides
+
+Operand operand(const OperandArgs& a) {
+  const auto& [dtype, data, lanes, depth, lane_stride, depth_stride] = a;
+  return {static_cast<DType>(dtype), at<void>(data), lanes, depth, lane_stride, depth_stride};
+}
+
+bool has_product() { return chosen_kernels().product != nullptr; }
+
+void product(int threads, const OperandArgs& a, const OperandArgs& b, Address out, int64_t stride, bool add) {
+  const Kernels& k = chosen_kernels();
+  if (!k.product) throw std::invalid_argument("product: the build '" + chosen_isa() + "' has no products of bf16");
+  const Operand left = operand(a), right = operand(b);
+  if (left.depth != right.depth)
+    throw std::invalid_argument("product: expected operands of one depth, got " + std::to_string(left.depth) + " and " +
+                                std::to_string(right.depth));
+  const py::gil_scoped_release release;
+  k.product(threads, left, right, at<float>(out), stride, add);
+}
+
 }  // namespace
 }  // namespace fusedpg
 
@@ -203,4 +225,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("token_loss", &fusedpg::token_loss);
   m.def("loss_forward", &fusedpg::loss_forward);
   m.def("distill", &fusedpg::distill);
+  m.def("want_huge_pages", py::overload_cast<fusedpg::Address, uintptr_t>(&fusedpg::want_huge_pages));
+  m.def("has_product", &fusedpg::has_product, "Whether the build in use multiplies bf16 operands.");
+  m.def("product", &fusedpg::product);
 }

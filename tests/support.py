@@ -35,6 +35,7 @@ __all__ = [
     "disagreement",
     "largest",
     "make_case",
+    "operand_rounding",
     "rounding",
     "run",
     "store",
@@ -156,6 +157,12 @@ class CountedCompiler:
 
     def __call__(self, graph, inputs):
         return self._compile(graph, inputs)
+
+
+def operand_rounding(exact, hidden, weight, dtype):
+    """What one rounding of the logits' exact gradient to `dtype` does to (d hidden, d weight); all fp64."""
+    lost = (exact.to(dtype).double() - exact).flatten(0, -2)
+    return largest(lost @ weight), largest(lost.t() @ hidden.flatten(0, -2))
 
 
 def saved_storages(call):

@@ -37,9 +37,10 @@ ARROWS = {
     "functional": {"batch", "dispatch", "inplace", "ops", "outputs", "rows", "selection", "spec", "validate"},
     "linear_plan": set(),
     "linear_merge": set(),
-    "linear_walk": {"linear_plan"},
+    "workspace": {"dispatch", "linear_plan"},
+    "linear_walk": {"dispatch", "linear_plan", "workspace"},
     "linear_stages": {"dispatch", "linear_merge", "linear_plan", "linear_walk"},
-    "linear_ops": {"dispatch", "linear_plan", "linear_stages", "linear_walk", "metrics", "ops", "spec"},
+    "linear_ops": {"dispatch", "linear_plan", "linear_stages", "linear_walk", "metrics", "ops", "spec", "workspace"},
     "linear_checks": {"linear_plan", "validate"},
     "linear": {
         *("batch", "dispatch", "functional", "linear_checks", "linear_ops", "linear_walk", "outputs", "rows", "spec"),
@@ -51,6 +52,7 @@ ARROWS = {
     "distill_checks": {"axes", "hidden_states", "linear_checks", "spec_checks", "validate", "weights"},
     "linear_distill": {
         *("dispatch", "distill_ops", "linear_ops", "linear_plan", "linear_stages", "linear_walk", "ops"),
+        "workspace",
     },
     "distill": {
         *("batch", "dispatch", "distill_checks", "distill_ops", "distill_reference", "hidden_states", "linear"),
@@ -73,7 +75,7 @@ ARROWS = {
             "losses",
         ),
         *("metric_adapter", "metrics", "objective", "old_logp", "outputs", "policy_objective", "preflight", "presets"),
-        *("recipes", "registry", "resolve", "spec"),
+        *("recipes", "registry", "resolve", "spec", "workspace"),
     },
     "metric_adapter": {"metrics"},
     "objective": {"hidden_states", "metric_adapter"},
@@ -116,7 +118,7 @@ ARROWS = {
     "integrations": {
         *("dispatch", "functional", "hidden_states", "integrations", "linear_ops", "linear_plan", "linear_walk"),
         *("builders", "config", "loss_call", "losses", "metric_adapter", "native_losses", "objective", "outputs"),
-        *("presets", "resolve", "spec"),
+        *("presets", "resolve", "spec", "workspace"),
     },
     "certify": {
         *("certify", "functional", "integrations", "losses", "metric_adapter", "metrics", "outputs", "presets", "spec"),

@@ -61,6 +61,21 @@ struct DivergenceOut {
   void *per_token, *student_entropy, *teacher_entropy;
 };
 
+/// One side of a matrix product, fp32 or bf16: rows of A or columns of B as `lanes`, `depth` values of k in each. One of the
+/// strides (in elements) is 1.
+struct Operand {
+  DType dtype;
+  const void* data;
+  int64_t lanes, depth, lane_stride, depth_stride;
+  FPG_MEMBER Operand part(int64_t lane, int64_t k, int64_t some_lanes, int64_t some_depth) const {
+    const int64_t skipped = (lane * lane_stride + k * depth_stride) * (dtype == DType::bf16 ? 2 : 4);
+    return {dtype, static_cast<const char*>(data) + skipped, some_lanes, some_depth, lane_stride, depth_stride};
+  }
+};
+
+/// out (a.lanes, b.lanes) = or += the sum over k of a and b, both rounded to bf16; rows of `out` are `stride` apart.
+using Product = void(int threads, const Operand& a, const Operand& b, float* out, int64_t stride, bool add);
+
 /// One build of the kernels. `gradient.data` null: none; equal to logits.data: in place.
 struct Kernels {
   void (*logprob_forward)(DType, int threads, const Matrix& logits, const int64_t* targets, const uint8_t* active,
@@ -73,11 +88,12 @@ struct Kernels {
                        const Tokens&, const LogitMap&, const RowOut&, const TokenOutputs&, const Matrix& gradient);
   void (*distill)(DType student_dtype, DType teacher_dtype, int threads, const Matrix& student, const Matrix& teacher,
                   const Divergence&, const DivergenceOut&, const Matrix& gradient);
+  Product* product;  // null in a build without bf16 products
 };
 
 // Memory of the calling thread, 64-byte aligned, kept from call to call; grows to the largest request. One use at a time per
 // slot.
-enum class Slot : int { exponentials = 0, block = 1, partials = 2, count = 3 };
+enum class Slot : int { exponentials = 0, block = 1, partials = 2, packed = 3, count = 4 };
 void* thread_scratch(Slot slot, size_t bytes);
 
 /// Memory for the duration of a call. `zeroed` fills it with zero bytes.

@@ -2,6 +2,7 @@
 // FUSEDPG_ISA naming the namespace that everything here lives in; dispatch.cpp picks a table at run time.
 #include "distill.h"
 #include "one_pass.h"
+#include "product.h"
 
 namespace fusedpg::FUSEDPG_ISA {
 namespace {
@@ -64,7 +65,7 @@ void distillation(DType student_dtype, DType teacher_dtype, int threads, const M
 }  // namespace
 
 const Kernels& kernels() {
-  static constexpr Kernels table{forward, backward, tokens_only, one_pass, distillation};
+  static constexpr Kernels table{forward, backward, tokens_only, one_pass, distillation, PRODUCT};
   return table;
 }
 

@@ -26,6 +26,7 @@ from .preflight import preflight
 from .registry import load_loss_entry_points, load_loss_plugins, register_loss, registered_losses
 from .resolve import ResolvedLoss, resolve_loss
 from .spec import LossSpec
+from .workspace import release_workspace
 
 __version__ = "0.1.0"
 
@@ -82,6 +83,7 @@ __all__ = [
     "recipes",
     "register_loss",
     "registered_losses",
+    "release_workspace",
     "resolve_loss",
     "token_logprobs",
     "with_options",

@@ -4,6 +4,7 @@ _Matrix = tuple[int, int, int, int, int, int]
 _Map = tuple[int, float, float, float]
 _Four = tuple[int, int, int, int]
 _Outputs = tuple[int, int, int, int, float]
+_Operand = tuple[int, int, int, int, int, int]
 _Tokens = tuple[int, int, int, int, int, int, int, int, int, int]
 
 NPARAMS: int
@@ -43,3 +44,6 @@ def distill(
     out: tuple[int, int, int],
     gradient: _Matrix,
 ) -> None: ...
+def want_huge_pages(data: int, bytes: int) -> None: ...
+def has_product() -> bool: ...
+def product(threads: int, a: _Operand, b: _Operand, out: int, stride: int, add: bool) -> None: ...

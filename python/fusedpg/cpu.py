@@ -6,6 +6,7 @@ forces one of `available_isas()`. It runs on `torch.get_num_threads()` threads; 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import ModuleType
 from typing import Any
@@ -19,11 +20,14 @@ __all__ = [
     "available_isas",
     "distill",
     "ensure_available",
+    "has_product",
     "isa",
     "logprob_backward",
     "logprob_forward",
     "loss_forward",
+    "product",
     "token_loss",
+    "want_huge_pages",
 ]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -195,7 +199,39 @@ def distill(
     return rows  # type: ignore[return-value]
 
 
+def has_product() -> bool:
+    """Whether the core is there and its build in use multiplies 16-bit operands ("v4bf16")."""
+    try:
+        return bool(_core().has_product())
+    except ImportError:
+        return False
+
+
+def want_huge_pages(fresh: Tensor) -> Tensor:
+    """The same tensor, its memory not touched yet, to be mapped in huge pages as it is written; a hint."""
+    with contextlib.suppress(ImportError):
+        _core().want_huge_pages(fresh.data_ptr(), fresh.untyped_storage().nbytes())
+    return fresh
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """fp32 `out` = a @ b, or += a @ b, of bf16 operands; one in fp32 is rounded to bf16 as it is read.
+
+    A row of `out` has the same bits whatever rows and columns come with it.
+    """
+    assert out.dtype == torch.float32
+    assert out.stride(1) == 1
+    left, right = _operand(a), _operand(b.t())
+    _core().product(_threads(a.numel() * b.shape[1]), left[1], right[1], out.data_ptr(), out.stride(0), add)
+
+
 # ------------------------------------------------------------------ tensors as the core takes them
+
+
+def _operand(lanes: Tensor) -> tuple[Tensor, tuple[int, int, int, int, int, int]]:
+    """(lanes, depth) with one stride of 1, to be held until the core has returned, and what the core takes of it."""
+    held = lanes if 1 in lanes.stride() else lanes.contiguous()
+    return held, (_DTYPES[held.dtype], held.data_ptr(), *held.shape, *held.stride())
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -17,7 +17,8 @@ from .distill_ops import weighted_sum
 from .linear_ops import no_autocast
 from .linear_plan import LEAST_ROWS, MIB, LinearPlan, plan_linear, whole_rows_workspace
 from .linear_stages import Gradients, add_chunk, gradient_dtype
-from .linear_walk import Head, LinearWalk, default_workspace
+from .linear_walk import Head, LinearWalk
+from .workspace import default_workspace
 
 _SIDE = "Tensor {0}, Tensor? {0}_weight, Tensor? {0}_bias"
 

@@ -26,9 +26,10 @@ from .linear_stages import (
     token_chunks,
     whole_sequences,
 )
-from .linear_walk import Head, default_workspace
+from .linear_walk import Head
 from .metrics import NSUMS
 from .spec import ENTROPY_COEF, STREAMS, segments_needed
+from .workspace import default_workspace
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets"
 _WANTED = "bool want_hidden, bool want_weight, bool want_bias"

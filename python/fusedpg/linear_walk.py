@@ -6,26 +6,24 @@ gathered block of the gradient. Nothing in it grows with the number of tokens, a
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import dispatch
 from .linear_plan import (
     ACCELERATOR_COLUMNS,
     ACCELERATOR_GRANULE,
     CAST_COLUMNS,
     COLUMNS,
     GRANULE,
-    MIB,
     LinearPlan,
     LinearShape,
     row_stride,
-    whole_rows_workspace,
 )
+from .workspace import lent
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -46,9 +44,16 @@ class Head:
 
     @property
     def operands(self) -> torch.dtype:
-        """The dtype of the products' operands: tensor cores take 16-bit ones and add in fp32, a CPU does not."""
-        narrow = self.hidden.dtype == self.weight.dtype and self.weight.dtype in _NARROW
-        return self.weight.dtype if narrow and self.hidden.device.type != "cpu" else self.compute
+        """The dtype of the products' operands: 16-bit ones where they are added in fp32.
+
+        Tensor cores do that, and CPUs with AVX512-BF16; elsewhere the operands are cast.
+        """
+        dtype = self.weight.dtype
+        if dtype not in _NARROW or self.hidden.dtype != dtype:
+            return self.compute
+        if self.hidden.device.type == "cpu" and not (dtype == torch.bfloat16 and dispatch.native("cpu").has_product()):
+            return self.compute
+        return dtype
 
     def shape(self, gradient: bool, weight_gradient: bool) -> LinearShape:
         """What the planner needs to know."""
@@ -64,27 +69,6 @@ class Head:
         )
 
 
-def default_workspace(device: torch.device, shape: LinearShape) -> int:
-    """Bytes: an eighth of the free memory, down to a power of two, within 64 MiB and 512 MiB (2 GiB on a GPU).
-
-    At least what whole rows take, so that a row's bits do not follow the free memory.
-    """
-    most = 512 * MIB if device.type == "cpu" else 2048 * MIB
-    share = max(64 * MIB, min(most, 1 << max(0, (free_memory(device) // 8).bit_length() - 1)))
-    return max(share, whole_rows_workspace(shape))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that the system (or the GPU's driver) would still hand out."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device.type).mem_get_info(device)[0])
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 class LinearWalk:
     """Products over one head, by a plan."""
 
@@ -97,7 +81,7 @@ class LinearWalk:
         self._block = min(CAST_COLUMNS if device.type == "cpu" else ACCELERATOR_COLUMNS, plan.columns)
         stride = row_stride(self.vocab) if plan.columns == self.vocab else plan.columns
         width = -(-self.width // COLUMNS) * COLUMNS
-        self._tile = torch.empty(plan.rows, stride, dtype=compute, device=device)
+        self._tile = lent(self, (plan.rows, stride), compute, device)
         self._x = torch.empty(plan.rows, width, dtype=head.operands, device=device)[:, : self.width]
         self._cast = torch.empty(plan.cast_columns, self.width, dtype=head.operands, device=device)
         self._cast_range = (0, 0)
@@ -163,7 +147,8 @@ class LinearWalk:
             g = gradient[:, lo - begin : hi - begin]
             g = self._gather(g, keep) if gathers else g
             weight.add_bias(g, lo, hi)
-            g = g.to(self.head.operands)
+            if g.device.type != "cpu":  # where the product rounds as it reads
+                g = g.to(self.head.operands)
             if hidden is not None:
                 product(g, self._weight(lo, hi), hidden, add=lo > begin)
             weight.add(g, x, lo, hi)
@@ -229,11 +214,13 @@ class HeadGradient:
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     """out = a @ b, or out += a @ b, in the dtype of `out` whatever that of the operands."""
-    if a.dtype == out.dtype:
+    if a.dtype == b.dtype == out.dtype:
         if add:
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
+    elif out.device.type == "cpu":
+        dispatch.native("cpu").product(a, b, out, add=add)
     elif add:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:

@@ -66,7 +66,7 @@ def test_hidden_states_take_the_planned_workspace(
     """Beside the gradients that are returned; and twice the tokens take no more."""
     plans, plan = [], linear_ops.plan_linear
     monkeypatch.setattr(linear_ops, "plan_linear", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
-    monkeypatch.setattr("fusedpg.linear_walk.free_memory", lambda device: 2048 * MIB)  # a workspace of 256 MiB
+    monkeypatch.setattr("fusedpg.workspace.free_memory", lambda device: 2048 * MIB)  # a workspace of 256 MiB
     beyond = []
     for sequences in (8, 16, 32):
         size = Size(sequences, 256, 32_768, 1024)

@@ -12,7 +12,7 @@ from torch import Tensor
 import fusedpg
 from fusedpg import linear_plan, linear_walk
 from fusedpg.spec import LossSpec
-from support import F32, LENGTHS, Result, backend_device, largest, make_case
+from support import F32, LENGTHS, Result, backend_device, largest, make_case, operand_rounding
 
 GRADIENTS = ("hidden", "weight", "bias")
 
@@ -188,8 +188,4 @@ def _operand_rounding(spec: LossSpec, case: HeadCase, dtype: torch.dtype, **extr
     torch.manual_seed(0)  # a random selection repeats
     out = fusedpg.policy_loss_from_logits(spec, leaf, case.targets, backend="reference", **{**case.kwargs, **extra})
     (exact,) = torch.autograd.grad(out.loss, leaf)
-    lost = (exact.to(dtype).double() - exact).flatten(0, -2)
-    return {
-        "grad:hidden": largest(lost @ weight),
-        "grad:weight": largest(lost.t() @ hidden.flatten(0, -2)),
-    }
+    return dict(zip(("grad:hidden", "grad:weight"), operand_rounding(exact, hidden, weight, dtype), strict=True))

@@ -7,7 +7,7 @@ import torch
 from heads import WALKS, check_head_case, make_head_case, run_head, smallest_workspace, use_walk
 
 import fusedpg
-from fusedpg import linear_ops, linear_walk
+from fusedpg import cpu, linear_ops, linear_walk
 from fusedpg.linear_plan import Mode
 from fusedpg.spec import REDUCTIONS
 from support import TERMS, applies, spec_for
@@ -117,8 +117,8 @@ def test_operands_of_16_bits(dtype: torch.dtype, monkeypatch):
     product = linear_walk.product
 
     def widened(a, b, out, *, add=False):
-        assert a.dtype == b.dtype
-        product(a.to(out.dtype), b.to(out.dtype), out, add=add)
+        narrow = a.to(b.dtype) if b.dtype == dtype else a
+        product(narrow.to(out.dtype), b.to(out.dtype), out, add=add)
 
     narrow = property(lambda head: dtype if head.hidden.dtype == head.weight.dtype == dtype else head.compute)
     monkeypatch.setattr(linear_walk.Head, "operands", narrow)
@@ -189,3 +189,16 @@ def test_logprobs_and_their_gradients(walk: str, dtypes: tuple, native_backend: 
     for got, want, dtype in zip(*results, stored, strict=True):
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(got, want, rtol=max(eps, 1e-5), atol=max(eps, 1e-5) * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("workspace", [None, 0.12])
+@pytest.mark.parametrize("isa", ["v4bf16", "generic"])
+def test_builds_with_and_without_16_bit_products(isa: str, workspace: float | None, monkeypatch):
+    if isa not in cpu.available_isas():
+        pytest.skip(f"this CPU cannot run the build {isa}")
+    monkeypatch.setenv("FUSEDPG_CPU_ISA", isa)
+    for i, name in enumerate(("dapo", "gspo")):
+        shape = {"vocab": 1201, "width": 33, "lengths": (100, 3, 0, 77)}
+        case = make_head_case(spec_for(name, "token-mean", "k3-entropy"), dtypes=(BF16, BF16), seed=i, **shape)
+        assert linear_walk.Head(case.hidden, case.weight, None).operands == (BF16 if isa == "v4bf16" else F32)
+        check_head_case(spec_for(name, "token-mean", "k3-entropy"), case, "cpu", name, workspace_mib=workspace)

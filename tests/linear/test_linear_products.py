@@ -164,6 +164,7 @@ def test_no_weight_sized_buffer_without_its_gradient(dtype, frozen, monkeypatch)
     use_walk(monkeypatch, "short")
     monkeypatch.setattr("fusedpg.linear_plan.CAST_COLUMNS", 64)
     monkeypatch.setattr("fusedpg.linear_walk.CAST_COLUMNS", 64)
+    fusedpg.release_workspace()
     hidden, weight, targets = head(dtype, rows=8)
     leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate((hidden, weight))]
     sizes = Sizes()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusedpg import linear_token_logprobs, loss_spec, policy_loss_from_hidden
 from fusedpg.linear_plan import MIB, LinearPlan, LinearShape, plan_linear
-from fusedpg.linear_walk import Head, default_workspace
+from fusedpg.linear_walk import Head
+from fusedpg.workspace import default_workspace
 
 from . import availability, hidden_rivals, rivals
 from .availability import (

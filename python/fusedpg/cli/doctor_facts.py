@@ -13,7 +13,8 @@ import torch
 import fusedpg
 from fusedpg import dispatch
 from fusedpg.linear_plan import MIB, plan_linear
-from fusedpg.linear_walk import Head, default_workspace, free_memory
+from fusedpg.linear_walk import Head
+from fusedpg.workspace import default_workspace, free_memory
 
 from .availability import version
 from .machine import cpu_model

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..hidden_states import HiddenStates
 from ..linear_plan import plan_linear
-from ..linear_walk import Head, LinearWalk, default_workspace
+from ..linear_walk import Head, LinearWalk
+from ..workspace import default_workspace
 
 #: config attributes that multiply the logits, by the first that is set
 _MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
