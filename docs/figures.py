@@ -29,7 +29,7 @@ PANELS: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "from hidden states": (
         "P2, P3: policy loss",
-        "N = 384, V = 151936, D = 512",
+        "N = 512, V = 151936, D = 512",
         {
             "fusedpg": "fusedpg",
             "torch eager, all logits": "PyTorch eager",
@@ -48,8 +48,8 @@ TABLE: dict[str, tuple[str, tuple[str | None, ...]]] = {
         "P1: policy loss and gradient from logits, fp32",
         ("fusedpg in place", "torch eager", "torch.compile", None),
     ),
-    "hidden states, 384 x 512, V = 151,936": (
-        "P2, P3: policy loss and gradients from hidden states, fp32, N = 384",
+    "hidden states, 512 x 512, V = 151,936": (
+        "P2, P3: policy loss and gradients from hidden states, fp32, N = 512, V = 151936",
         ("fusedpg", "torch eager, all logits", None, "Liger chunked GRPO"),
     ),
     "log-probs, 1,048,576": (

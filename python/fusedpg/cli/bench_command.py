@@ -39,7 +39,7 @@ def bench_command(
         typer.Option(help="Hidden size and vocabulary of a real model (qwen3-8b, ...); tokens are cut on a CPU."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of P1; P2 takes half or less, distillation and scoring an eighth.")
+        int, typer.Option(min=1, help="Tokens of P1; P2 takes half, distillation and scoring an eighth.")
     ] = 1024,
     vocab: Annotated[int, typer.Option(min=2, help="Vocabulary; P2 takes 32768 too.")] = 151_936,
     width: Annotated[int, typer.Option(min=1, help="Hidden size of P2, scoring and the sweeps.")] = 512,

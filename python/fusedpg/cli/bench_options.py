@@ -43,15 +43,14 @@ class Options:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """(tokens, vocabulary) of the hidden suite: half the tokens at a small vocabulary, fewer at the chosen one.
+        """(tokens, vocabulary) of the hidden suite: half the tokens, at a small vocabulary and at the chosen one.
 
         A model has its own vocabulary alone.
         """
         if self.model is not None:
             return [(self.head_tokens or self.tokens, self.vocab)]
-        if self.vocab <= SMALL_VOCAB:
-            return [(max(1, self.tokens // 2), self.vocab)]
-        return [(max(1, self.tokens // 2), SMALL_VOCAB), (max(1, self.tokens * 3 // 8), self.vocab)]
+        vocabs = [self.vocab] if self.vocab <= SMALL_VOCAB else [SMALL_VOCAB, self.vocab]
+        return [(max(1, self.tokens // 2), vocab) for vocab in vocabs]
 
     @property
     def hidden_rounds(self) -> int:
