@@ -135,7 +135,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch, tmp_path):
             assert "d hidden error 1.0e-02 > 1.0e-05; d weight error 1.0e-02 > 1.0e-05" in row["wrong"]
             assert row["samples_s"] == []
         else:
-            assert len(row["samples_s"]) == 2
+            assert len(row["samples_s"]) == 3
     assert "wrong result" in result.output
     assert all(not target["met"] for target in section["targets"] if "memory" not in target["what"])
 
