@@ -1,5 +1,5 @@
 // csrc/cpu/product.h: C = A B or C += A B with 16-bit operands and sums in fp32, which torch has on GPUs only. In the build
-// that multiplies pairs of bf16 (v4bf16); elsewhere `multiply` is null.
+// that multiplies pairs of bf16 (v4bf16); elsewhere `PRODUCT` is null.
 //
 // Both operands are packed into panels of lanes, [pairs of k][lane][2], which the inner kernel walks in order. What a value of
 // C adds up, and in which order, depends on k alone: not on the other rows and columns, nor on the threads.
@@ -84,6 +84,7 @@ static void product_block(const Operand& a, const Operand& b, int64_t threads, u
   }
 }
 
+/// Blocks of columns, of rows and of k, each by the whole team.
 static void multiply(int threads, const Operand& a, const Operand& b, float* out, int64_t stride, bool add) {
   const int64_t panels = blocks_of(a.lanes, PRODUCT_ROWS), blocks = larger(1, blocks_of(a.lanes, PRODUCT_M));
   const int64_t each = blocks_of(panels, blocks) * PRODUCT_ROWS, wide = a.depth > PRODUCT_K ? PRODUCT_N : larger(1, b.lanes);
