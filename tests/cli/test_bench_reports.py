@@ -73,12 +73,12 @@ def test_any_sections_targets_reach_the_summary():
     sections = [static.to_json(), logits_section(), missed.to_json()]
     outcome = summary.verdicts(sections)
     assert outcome["P5"] == outcome["P1"] == "met"
-    assert outcome["P4"] == "MISSED (1 of 1)"
+    assert outcome["P4"] == "not measured (1 of 1)"
     assert outcome["P2"] == outcome["P7"] == "not measured"
     page = summary.markdown(sections)
     assert "| P5 | forward | at most 2 B | 2 B | met |" in page
     assert "| P1 | against eager | at least 9x | 10x (fp32) | met |" in page
-    assert "| P4 | against eager | at least 5x | not measured MISSED | MISSED |" in page
+    assert "| P4 | against eager | at least 5x | not measured | not measured |" in page
 
 
 def test_one_missed_table_misses_the_promise():
@@ -86,7 +86,15 @@ def test_one_missed_table_misses_the_promise():
     assert summary.verdicts(sections)["P1"] == "MISSED (1 of 2)"
     (line,) = summary.lines(sections)
     assert line.figures == ["10x (fp32)", "5x MISSED (bf16)"]
-    assert not line.met
+    assert line.verdict == "MISSED"
+
+
+def test_what_one_table_did_not_measure_is_not_met():
+    sections = [logits_section(), {**logits_section(), "dtype": "bf16"}]
+    sections[1]["targets"] = [{**target, "value": None, "met": False} for target in sections[1]["targets"]]
+    assert summary.verdicts(sections)["P1"] == "not measured (1 of 2)"
+    (line,) = summary.lines(sections)
+    assert (line.figures, line.verdict) == (["10x (fp32)", "not measured (bf16)"], "not measured")
 
 
 # ------------------------------------------------------------------ comparison

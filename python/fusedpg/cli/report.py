@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .timing import Row, Tick
 
+UNMEASURED = "not measured"
 _PROMISE = re.compile(r"P\d+")
 
 
@@ -39,10 +40,11 @@ class Target:
 
     def line(self) -> str:
         """`what: 9.7x (minima 9.9x), target at least 9x: met`."""
-        got = "not measured" if self.value is None else f"{self.value:.3g}{self.unit}"
-        also = f" ({self.also})" if self.also else ""
         bound = f"target {'at least' if self.at_least else 'at most'} {self.bound:g}{self.unit}"
-        return f"{self.what}: {got}{also}, {bound}: {'met' if self.met else 'MISSED'}"
+        if self.value is None:
+            return f"{self.what}: {UNMEASURED}, {bound}"
+        also = f" ({self.also})" if self.also else ""
+        return f"{self.what}: {self.value:.3g}{self.unit}{also}, {bound}: {'met' if self.met else 'MISSED'}"
 
     def to_json(self) -> dict[str, Any]:
         """All fields and the verdict."""

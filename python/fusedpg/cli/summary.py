@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .report import promise
+from .report import UNMEASURED, promise
 from .results import Record
 
 PROMISES = {
@@ -22,6 +22,9 @@ PROMISES = {
     "P6": "GPU (measured on one)",
     "P7": "accuracy against fp64",
 }
+STYLES = {"MISSED": "yellow", UNMEASURED: "dim", "met": "green"}
+#: worst first
+VERDICTS = tuple(STYLES)
 HEADERS = ("", "target", "bound", "figures", "")
 
 
@@ -33,7 +36,12 @@ class Line:
     what: str
     bound: str
     figures: list[str] = field(default_factory=list)
-    met: bool = True
+    verdicts: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """The worst of its tables: `MISSED`, `not measured` or `met`."""
+        return min(self.verdicts, key=VERDICTS.index)
 
 
 def lines(sections: Iterable[Record]) -> list[Line]:
@@ -47,7 +55,7 @@ def lines(sections: Iterable[Record]) -> list[Line]:
             what = target["what"].removeprefix(f"{name}: ")
             line = found.setdefault((name, what), Line(name, what, _bound(target)))
             line.figures.append(_figure(section, target))
-            line.met &= target["met"]
+            line.verdicts.append(_verdict(target))
     return sorted(found.values(), key=lambda line: line.promise)
 
 
@@ -55,26 +63,30 @@ def _bound(target: dict[str, Any]) -> str:
     return f"{'at least' if target['at_least'] else 'at most'} {target['bound']:g}{target['unit']}"
 
 
+def _verdict(target: dict[str, Any]) -> str:
+    return UNMEASURED if target["value"] is None else "met" if target["met"] else "MISSED"
+
+
 def _figure(section: Record, target: dict[str, Any]) -> str:
     """`2.5x (fp32, V = 32768)`; what is missed says so."""
     where = [str(section["dtype"])] if section.get("dtype") else []
     if section.get("width"):
         where.append(f"V = {section['vocab']}")
-    value = "not measured" if target["value"] is None else f"{target['value']:.3g}{target['unit']}"
-    miss = "" if target["met"] else " MISSED"
+    value = UNMEASURED if target["value"] is None else f"{target['value']:.3g}{target['unit']}"
+    miss = " MISSED" if _verdict(target) == "MISSED" else ""
     return f"{value}{miss} ({', '.join(where)})" if where else f"{value}{miss}"
 
 
 def verdicts(sections: Iterable[Record]) -> dict[str, str]:
-    """`met`, `MISSED (2 of 8)` or `not measured` for each promise."""
+    """`met`, `MISSED (2 of 8)`, `not measured (1 of 8)` or `not measured` for each promise."""
     result = {}
     judged = [
-        (promise(target, section), target["met"]) for section in sections for target in section.get("targets", ())
+        (promise(target, section), _verdict(target)) for section in sections for target in section.get("targets", ())
     ]
     for name in PROMISES:
-        mine = [met for other, met in judged if other == name]
-        missed = mine.count(False)
-        result[name] = "not measured" if not mine else f"MISSED ({missed} of {len(mine)})" if missed else "met"
+        mine = [verdict for other, verdict in judged if other == name]
+        worst = min(mine, key=VERDICTS.index, default=UNMEASURED)
+        result[name] = worst if worst == "met" or not mine else f"{worst} ({mine.count(worst)} of {len(mine)})"
     return result
 
 
@@ -85,10 +97,10 @@ def show(console: Console, sections: list[Record]) -> None:
         table.add_column(header, overflow="fold")
     outcome = verdicts(sections)
     for name, about in PROMISES.items():
-        style = {"met": "green", "not measured": "dim"}.get(outcome[name], "yellow")
+        style = STYLES[next(verdict for verdict in VERDICTS if outcome[name].startswith(verdict))]
         table.add_row(name, f"[bold]{escape(about)}[/bold]", "", "", f"[{style}]{outcome[name]}[/{style}]")
         for line in (line for line in lines(sections) if line.promise == name):
-            verdict = "[green]met[/green]" if line.met else "[yellow]MISSED[/yellow]"
+            verdict = f"[{STYLES[line.verdict]}]{line.verdict}"
             table.add_row("", escape(line.what), line.bound, escape("\n".join(line.figures)), verdict)
         table.add_section()
     console.print(table)
@@ -102,5 +114,5 @@ def markdown(sections: list[Record]) -> str:
         rows.append(f"| **{name}** | **{about}** | | | **{outcome[name]}** |")
         for line in (line for line in lines(sections) if line.promise == name):
             figures = ", ".join(line.figures)
-            rows.append(f"| {name} | {line.what} | {line.bound} | {figures} | {'met' if line.met else 'MISSED'} |")
+            rows.append(f"| {name} | {line.what} | {line.bound} | {figures} | {line.verdict} |")
     return "**Promises**\n\n" + "\n".join(rows)
