@@ -131,8 +131,7 @@ void want_huge_pages(Address data, uintptr_t bytes) {
 #endif
 }
 void want_huge_pages(const void* data, int64_t values, DType dtype) {
-  const uintptr_t element = dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2;
-  want_huge_pages(reinterpret_cast<Address>(data), static_cast<uintptr_t>(values) * element);
+  want_huge_pages(reinterpret_cast<Address>(data), static_cast<uintptr_t>(values * size_of(dtype)));
 }
 void want_huge_pages(const Matrix& out, const Matrix& logits, DType dtype) {
   if (out.data != logits.data) want_huge_pages(out.data, out.rows() * out.vocab, dtype);

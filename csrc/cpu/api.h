@@ -11,6 +11,9 @@ namespace fusedpg {
 
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3 };
 
+/// Bytes of a value.
+FPG_MEMBER int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2; }
+
 /// A (B, T, V) tensor with strides (sb, st, 1), in elements. Row i is (i / T, i % T).
 struct Matrix {
   void* data;
@@ -68,7 +71,7 @@ struct Operand {
   const void* data;
   int64_t lanes, depth, lane_stride, depth_stride;
   FPG_MEMBER Operand part(int64_t lane, int64_t k, int64_t some_lanes, int64_t some_depth) const {
-    const int64_t skipped = (lane * lane_stride + k * depth_stride) * (dtype == DType::bf16 ? 2 : 4);
+    const int64_t skipped = (lane * lane_stride + k * depth_stride) * size_of(dtype);
     return {dtype, static_cast<const char*>(data) + skipped, some_lanes, some_depth, lane_stride, depth_stride};
   }
 };

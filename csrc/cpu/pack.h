@@ -98,7 +98,7 @@ static void pack(const Operand& o, uint32_t* out) {
 /// Brings one of `shares` parts of the memory of `most` lanes nearer; a hint, which may name memory that is not there.
 FPG_FN void fetch_share(const Operand& o, int64_t most, int64_t share, int64_t shares) {
   const bool along = o.depth_stride == 1;
-  const int64_t size = o.dtype == DType::bf16 ? 2 : 4, lanes = smaller(most, o.lanes);
+  const int64_t size = size_of(o.dtype), lanes = smaller(most, o.lanes);
   const int64_t runs = along ? lanes : o.depth, bytes = (along ? o.depth : lanes) * size;
   const int64_t stride = (along ? o.lane_stride : o.depth_stride) * size;
   for (int64_t run = runs * share / shares; run < runs * (share + 1) / shares; ++run)
