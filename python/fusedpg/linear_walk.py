@@ -75,15 +75,15 @@ class LinearWalk:
     def __init__(self, head: Head, plan: LinearPlan) -> None:
         self.head, self.plan = head, plan
         self.vocab, self.width = head.weight.shape
-        device, compute = head.hidden.device, head.compute
+        device, compute, self._operands = head.hidden.device, head.compute, head.operands
         self._step = plan.rows if device.type == "cpu" else ACCELERATOR_GRANULE
         self._granule = GRANULE if device.type == "cpu" else ACCELERATOR_GRANULE
         self._block = min(CAST_COLUMNS if device.type == "cpu" else ACCELERATOR_COLUMNS, plan.columns)
         stride = row_stride(self.vocab) if plan.columns == self.vocab else plan.columns
         width = -(-self.width // COLUMNS) * COLUMNS
         self._tile = lent(self, (plan.rows, stride), compute, device)
-        self._x = torch.empty(plan.rows, width, dtype=head.operands, device=device)[:, : self.width]
-        self._cast = torch.empty(plan.cast_columns, self.width, dtype=head.operands, device=device)
+        self._x = torch.empty(plan.rows, width, dtype=self._operands, device=device)[:, : self.width]
+        self._cast = torch.empty(plan.cast_columns, self.width, dtype=self._operands, device=device)
         self._cast_range = (0, 0)
         self._gathered: Tensor | None = None
 
@@ -141,14 +141,14 @@ class LinearWalk:
         `keep` are the rows of the tile that have a gradient, None for all of them.
         """
         x = x[: gradient.shape[0]] if keep is None else x.index_select(0, keep)
-        gathers = keep is not None or self.head.operands != gradient.dtype
+        gathers = keep is not None or self._operands != gradient.dtype
         step = min(self.plan.cast_columns or self._block, self._block) if gathers else self.plan.cast_columns
         for lo, hi in _ranges(begin, end, step):
             g = gradient[:, lo - begin : hi - begin]
             g = self._gather(g, keep) if gathers else g
             weight.add_bias(g, lo, hi)
             if g.device.type != "cpu":  # where the product rounds as it reads
-                g = g.to(self.head.operands)
+                g = g.to(self._operands)
             if hidden is not None:
                 product(g, self._weight(lo, hi), hidden, add=lo > begin)
             weight.add(g, x, lo, hi)
