@@ -97,7 +97,7 @@ def show(console: Console, sections: list[Record]) -> None:
         table.add_column(header, overflow="fold")
     outcome = verdicts(sections)
     for name, about in PROMISES.items():
-        style = STYLES[next(verdict for verdict in VERDICTS if outcome[name].startswith(verdict))]
+        style = STYLES[outcome[name].partition(" (")[0]]
         table.add_row(name, f"[bold]{escape(about)}[/bold]", "", "", f"[{style}]{outcome[name]}[/{style}]")
         for line in (line for line in lines(sections) if line.promise == name):
             verdict = f"[{STYLES[line.verdict]}]{line.verdict}"
