@@ -69,12 +69,33 @@ def test_the_larger_is_kept_and_a_smaller_call_takes_a_part():
     assert fusedpg.release_workspace() == 64 * 8 * 8
 
 
+@pytest.mark.parametrize("sizes", [(4, 64), (64, 4)])
+def test_of_two_at_once_the_larger_is_kept(sizes):
+    owners = [Owner() for _ in sizes]
+    for owner, rows in zip(owners, sizes, strict=True):
+        workspace.lent(owner, (rows, 8), torch.float32, CPU)
+    del owner
+    while owners:
+        owners.pop()
+    assert fusedpg.release_workspace() == 64 * 8 * 4
+
+
+def test_what_threads_have_left_too_many_of_goes():
+    workspace._kept.extend(torch.empty(128, dtype=torch.uint8) for _ in range(3))
+    owner = Owner()
+    workspace.lent(owner, (4, 8), torch.float32, CPU)
+    del owner
+    assert len(workspace._kept) == 1
+
+
 def test_memory_of_inference_mode_serves_a_gradient():
+    hidden, weight, targets = torch.randn(64, 16), torch.randn(4096, 16), torch.randint(0, 4096, (64,))
     with torch.inference_mode():
-        owner = Owner()
-        workspace.lent(owner, (64, 4112), torch.float32, CPU)
-        del owner
+        fusedpg.linear_token_logprobs(hidden, weight, targets, backend="cpu")
+    (kept,) = workspace._kept
+    assert not kept.is_inference()  # such a tensor refuses to be written outside of that mode
     call()
+    assert [buffer.data_ptr() for buffer in workspace._kept] == [kept.data_ptr()]
 
 
 def test_an_error_gives_it_back():
