@@ -191,23 +191,25 @@ void distill(const std::pair<int, int>& dtypes, int threads, const MatrixArgs& s
 }
 
 using OperandArgs = std::tuple<int, Address, int64_t, int64_t, int64_t, int64_t>;  // dtype, data, lanes, depth, their strides
+using ProductOutArgs = std::tuple<int, Address, int64_t, bool>;                    // dtype, data, stride of the rows, add
 
-Operand operand(const OperandArgs& a) {
+Operand operand(const OperandArgs& a, Address order) {
   const auto& [dtype, data, lanes, depth, lane_stride, depth_stride] = a;
-  return {static_cast<DType>(dtype), at<void>(data), lanes, depth, lane_stride, depth_stride};
+  return {static_cast<DType>(dtype), at<void>(data), lanes, depth, lane_stride, depth_stride, at<int64_t>(order)};
 }
 
 bool has_product() { return chosen_kernels().product != nullptr; }
 
-void product(int threads, const OperandArgs& a, const OperandArgs& b, Address out, int64_t stride, bool add) {
+void product(int threads, const OperandArgs& a, Address order, const OperandArgs& b, const ProductOutArgs& out) {
   const Kernels& k = chosen_kernels();
   if (!k.product) throw std::invalid_argument("product: the build '" + chosen_isa() + "' has no products of bf16");
-  const Operand left = operand(a), right = operand(b);
+  const Operand left = operand(a, order), right = operand(b, 0);
   if (left.depth != right.depth)
     throw std::invalid_argument("product: expected operands of one depth, got " + std::to_string(left.depth) + " and " +
                                 std::to_string(right.depth));
+  const auto& [dtype, data, stride, add] = out;
   const py::gil_scoped_release release;
-  k.product(threads, left, right, at<float>(out), stride, add);
+  k.product(threads, left, right, {static_cast<DType>(dtype), at<void>(data), stride, add});
 }
 
 }  // namespace

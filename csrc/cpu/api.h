@@ -65,19 +65,36 @@ struct DivergenceOut {
 };
 
 /// One side of a matrix product, fp32 or bf16: rows of A or columns of B as `lanes`, `depth` values of k in each. One of the
-/// strides (in elements) is 1.
+/// strides (in elements) is 1; along the other one `order`, where it is not null, says which rows of memory are meant.
 struct Operand {
   DType dtype;
   const void* data;
   int64_t lanes, depth, lane_stride, depth_stride;
+  const int64_t* order;
+  FPG_MEMBER bool along() const { return depth_stride == 1; }
+  FPG_MEMBER int64_t stride() const { return along() ? lane_stride : depth_stride; }
+  /// The row of memory of a lane, or of a value of k where lanes follow each other.
+  FPG_MEMBER const char* row(int64_t i) const {
+    return static_cast<const char*>(data) + (order ? order[i] : i) * stride() * size_of(dtype);
+  }
   FPG_MEMBER Operand part(int64_t lane, int64_t k, int64_t some_lanes, int64_t some_depth) const {
-    const int64_t skipped = (lane * lane_stride + k * depth_stride) * size_of(dtype);
-    return {dtype, static_cast<const char*>(data) + skipped, some_lanes, some_depth, lane_stride, depth_stride};
+    const int64_t rows = along() ? lane : k, values = along() ? k : lane;
+    const int64_t skipped = (values + (order ? 0 : rows * stride())) * size_of(dtype);
+    return {dtype, static_cast<const char*>(data) + skipped, some_lanes, some_depth, lane_stride, depth_stride,
+            order ? order + rows : nullptr};
   }
 };
 
-/// out (a.lanes, b.lanes) = or += the sum over k of a and b, both rounded to bf16; rows of `out` are `stride` apart.
-using Product = void(int threads, const Operand& a, const Operand& b, float* out, int64_t stride, bool add);
+/// Where a matrix product goes: fp32, or bf16 to write and not to add to; its rows are `stride` apart.
+struct ProductOut {
+  DType dtype;
+  void* data;
+  int64_t stride;
+  bool add;
+};
+
+/// out (a.lanes, b.lanes) = or += the sum over k of a and b, both rounded to bf16.
+using Product = void(int threads, const Operand& a, const Operand& b, const ProductOut& out);
 
 /// One build of the kernels. `gradient.data` null: none; equal to logits.data: in place.
 struct Kernels {
@@ -96,7 +113,7 @@ struct Kernels {
 
 // Memory of the calling thread, 64-byte aligned, kept from call to call; grows to the largest request. One use at a time per
 // slot.
-enum class Slot : int { exponentials = 0, block = 1, partials = 2, packed = 3, count = 4 };
+enum class Slot : int { exponentials = 0, block = 1, partials = 2, packed = 3, sums = 4, count = 5 };
 void* thread_scratch(Slot slot, size_t bytes);
 
 /// Memory for the duration of a call. `zeroed` fills it with zero bytes.

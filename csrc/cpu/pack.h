@@ -54,39 +54,39 @@ FPG_FN void transpose(__m512i (&r)[16]) {
 
 /// Lanes whose values follow each other in k: squares of 16 lanes by 16 pairs, turned.
 template <int64_t PANEL, class S>
-static void pack_along(const S* p, int64_t stride, int64_t lanes, int64_t depth, uint32_t* out) {
-  for (int64_t k = 0; k < depth; k += 32)
+static void pack_along(const Operand& o, uint32_t* out) {
+  const S* lane[PANEL];
+  for (int64_t i = 0; i < smaller(PANEL, o.lanes); ++i) lane[i] = reinterpret_cast<const S*>(o.row(i));
+  for (int64_t k = 0; k < o.depth; k += 32)
     for (int64_t first = 0; first < PANEL; first += 16) {
       __m512i square[16];
       FPG_UNROLL for (int i = 0; i < 16; ++i) square[i] =
-          first + i < lanes ? pairs_along(p + (first + i) * stride + k, depth - k) : _mm512_setzero_si512();
+          first + i < smaller(PANEL, o.lanes) ? pairs_along(lane[first + i] + k, o.depth - k) : _mm512_setzero_si512();
       transpose(square);
       const __mmask16 inside = first_lanes(PANEL - first);
-      FPG_UNROLL for (int i = 0; i < 16; ++i) if (k + 2 * i < depth)
+      FPG_UNROLL for (int i = 0; i < 16; ++i) if (k + 2 * i < o.depth)
           _mm512_mask_storeu_epi32(out + (k / 2 + i) * PANEL + first, inside, square[i]);
     }
 }
 
 /// Lanes that follow each other in memory: two rows of them make a row of pairs.
 template <int64_t PANEL, class S>
-static void pack_across(const S* p, int64_t stride, int64_t lanes, int64_t depth, uint32_t* out) {
-  for (int64_t k = 0; k < depth; k += 2)
+static void pack_across(const Operand& o, uint32_t* out) {
+  for (int64_t k = 0; k < o.depth; k += 2) {
+    const S* even = reinterpret_cast<const S*>(o.row(k));
+    const S* odd = k + 1 < o.depth ? reinterpret_cast<const S*>(o.row(k + 1)) : nullptr;
     for (int64_t first = 0; first < PANEL; first += 16) {
-      const S* row = p + k * stride + first;
-      const __m512i low = low_halves(row, lanes - first);
-      const __m512i high = k + 1 < depth ? low_halves(row + stride, lanes - first) : _mm512_setzero_si512();
+      const __m512i low = low_halves(even + first, o.lanes - first);
+      const __m512i high = odd ? low_halves(odd + first, o.lanes - first) : _mm512_setzero_si512();
       const __m512i pairs = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
       _mm512_mask_storeu_epi32(out + k / 2 * PANEL + first, first_lanes(PANEL - first), pairs);
     }
+  }
 }
 
 template <int64_t PANEL, class S>
 static void pack_as(const Operand& o, uint32_t* out) {
-  const S* p = static_cast<const S*>(o.data);
-  if (o.depth_stride == 1)
-    pack_along<PANEL>(p, o.lane_stride, o.lanes, o.depth, out);
-  else
-    pack_across<PANEL>(p, o.depth_stride, o.lanes, o.depth, out);
+  o.along() ? pack_along<PANEL, S>(o, out) : pack_across<PANEL, S>(o, out);
 }
 
 /// PANEL lanes of an operand; zeros where it has fewer.
@@ -97,12 +97,10 @@ static void pack(const Operand& o, uint32_t* out) {
 
 /// Brings one of `shares` parts of the memory of `most` lanes nearer; a hint, which may name memory that is not there.
 FPG_FN void fetch_share(const Operand& o, int64_t most, int64_t share, int64_t shares) {
-  const bool along = o.depth_stride == 1;
-  const int64_t size = size_of(o.dtype), lanes = smaller(most, o.lanes);
-  const int64_t runs = along ? lanes : o.depth, bytes = (along ? o.depth : lanes) * size;
-  const int64_t stride = (along ? o.lane_stride : o.depth_stride) * size;
-  for (int64_t run = runs * share / shares; run < runs * (share + 1) / shares; ++run)
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(o.data) + run * stride + at, 0, 2);
+  const int64_t lanes = smaller(most, o.lanes);
+  const int64_t rows = o.along() ? lanes : o.depth, bytes = (o.along() ? o.depth : lanes) * size_of(o.dtype);
+  for (int64_t row = rows * share / shares; row < rows * (share + 1) / shares; ++row)
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(o.row(row) + at, 0, 2);
 }
 
 #endif

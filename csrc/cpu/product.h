@@ -1,8 +1,9 @@
 // csrc/cpu/product.h: C = A B or C += A B with 16-bit operands and sums in fp32, which torch has on GPUs only. In the build
 // that multiplies pairs of bf16 (v4bf16); elsewhere `PRODUCT` is null.
 //
-// Both operands are packed into panels of lanes, [pairs of k][lane][2], which the inner kernel walks in order. What a value of
-// C adds up, and in which order, depends on k alone: not on the other rows and columns, nor on the threads.
+// Each thread has a part of C and packs what it reads for itself into panels of lanes, [pairs of k][lane][2], which the inner
+// kernel walks in order: cores that hand each other packed panels lose a quarter of their time where they share no cache.
+// What a value of C adds up, and in which order, depends on k alone: not on the other rows and columns, nor on the threads.
 #pragma once
 #include "pack.h"
 
@@ -14,19 +15,37 @@ namespace fusedpg::FUSEDPG_ISA {
 constexpr int64_t PRODUCT_ROWS = 12, PRODUCT_COLUMNS = 32;
 /// What is packed at a time: less than half of a second cache of A, the first cache of B.
 constexpr int64_t PRODUCT_K = 512, PRODUCT_M = 34 * PRODUCT_ROWS;
-/// Columns whose sums stay in the last cache from one block of k to the next.
-constexpr int64_t PRODUCT_N = 2048;
+/// Columns whose sums stay near from one block of k to the next.
+constexpr int64_t PRODUCT_N = 512;
 
+/// `sums` are added to where `add`; the result goes there, or to `rounded` where that is not null.
 struct ProductTile {
-  float* out;
-  int64_t stride, rows, columns;
+  float* sums;
+  int64_t stride;
+  uint16_t* rounded;
+  int64_t rounded_stride, rows, columns;
   bool add;
+  FPG_INLINE ProductTile at(int64_t row, int64_t column) const {
+    return {sums + row * stride + column, stride, rounded ? rounded + row * rounded_stride + column : nullptr,
+            rounded_stride, rows - row, columns - column, add};
+  }
 };
+
+/// The memory that a tile's result goes to comes nearer while it is computed.
+FPG_FN void fetch_tile(const ProductTile& c) {
+  for (int64_t r = 0; r < smaller(c.rows, PRODUCT_ROWS); ++r) {
+    if (c.rounded) prefetch(c.rounded + r * c.rounded_stride);
+    if (c.rounded && !c.add) continue;
+    prefetch(c.sums + r * c.stride);
+    prefetch(c.sums + r * c.stride + 16);
+  }
+}
 
 /// One tile over `pairs` of k: all PRODUCT_ROWS x PRODUCT_COLUMNS sums, of which those inside C are stored.
 static void product_tile(int64_t pairs, const uint32_t* a, const uint32_t* b, const ProductTile& c) {
   __m512 sum[PRODUCT_ROWS][2];
   FPG_UNROLL for (int r = 0; r < PRODUCT_ROWS; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  fetch_tile(c);
   for (int64_t k = 0; k < pairs; ++k, a += PRODUCT_ROWS, b += PRODUCT_COLUMNS) {
     const __m512bh left = (__m512bh)_mm512_loadu_si512(b), right = (__m512bh)_mm512_loadu_si512(b + 16);
     FPG_UNROLL for (int r = 0; r < PRODUCT_ROWS; ++r) {
@@ -39,65 +58,86 @@ static void product_tile(int64_t pairs, const uint32_t* a, const uint32_t* b, co
   FPG_UNROLL for (int r = 0; r < PRODUCT_ROWS; ++r) {
     if (r >= c.rows) break;
     FPG_UNROLL for (int half = 0; half < 2; ++half) {
-      float* out = c.out + r * c.stride + 16 * half;
-      const __m512 before = c.add ? _mm512_maskz_loadu_ps(mask[half], out) : _mm512_setzero_ps();
-      _mm512_mask_storeu_ps(out, mask[half], _mm512_add_ps(before, sum[r][half]));
+      float* out = c.sums + r * c.stride + 16 * half;
+      if (c.add) sum[r][half] = _mm512_add_ps(_mm512_maskz_loadu_ps(mask[half], out), sum[r][half]);
+      if (!c.rounded) _mm512_mask_storeu_ps(out, mask[half], sum[r][half]);
+    }
+    if (c.rounded)
+      _mm512_mask_storeu_epi16(c.rounded + r * c.rounded_stride, _mm512_kunpackw(mask[1], mask[0]),
+                               (__m512i)_mm512_cvtne2ps_pbh(sum[r][1], sum[r][0]));
+  }
+}
+
+/// The tiles of one panel of B; between them a share of what the next panel will be packed from is fetched.
+FPG_FN void product_panel(int64_t pairs, const uint32_t* a, const uint32_t* b, const Operand& next, const ProductTile& c) {
+  const int64_t tiles = blocks_of(c.rows, PRODUCT_ROWS);
+  for (int64_t i = 0; i < tiles; ++i) {
+    fetch_share(next, PRODUCT_COLUMNS, i, tiles);
+    product_tile(pairs, a + i * pairs * PRODUCT_ROWS, b, c.at(i * PRODUCT_ROWS, 0));
+  }
+}
+
+/// At most PRODUCT_M rows over all of k.
+static void product_block(const Operand& a, const Operand& b, uint32_t* a_packed, uint32_t* b_packed, const ProductTile& c) {
+  for (int64_t k = 0; k == 0 || k < a.depth; k += PRODUCT_K) {
+    const int64_t depth = smaller(PRODUCT_K, a.depth - k), pairs = blocks_of(depth, 2);
+    for (int64_t lane = 0; lane < a.lanes; lane += PRODUCT_ROWS)
+      pack<PRODUCT_ROWS>(a.part(lane, k, a.lanes - lane, depth), a_packed + lane * pairs);
+    ProductTile tile = c;
+    tile.add = c.add || k > 0;
+    if (k + PRODUCT_K < a.depth) tile.rounded = nullptr;
+    for (int64_t lane = 0; lane < b.lanes; lane += PRODUCT_COLUMNS) {
+      const int64_t next = smaller(lane + PRODUCT_COLUMNS, b.lanes);
+      pack<PRODUCT_COLUMNS>(b.part(lane, k, b.lanes - lane, depth), b_packed);
+      product_panel(pairs, a_packed, b_packed, b.part(next, k, b.lanes - next, depth), tile.at(0, lane));
     }
   }
 }
 
-/// The tiles of one panel of B and some panels of A; between them a share of what the next panel will be packed from is
-/// fetched.
-FPG_FN void product_panel(int64_t pairs, const uint32_t* a, int64_t rows, const uint32_t* b, const Operand& next,
-                          ProductTile c) {
-  const int64_t tiles = blocks_of(rows, PRODUCT_ROWS);
-  for (int64_t i = 0; i < tiles; ++i, a += pairs * PRODUCT_ROWS) {
-    fetch_share(next, PRODUCT_COLUMNS, i, tiles);
-    c.rows = rows - i * PRODUCT_ROWS;
-    product_tile(pairs, a, b, c);
-    c.out += PRODUCT_ROWS * c.stride;
-  }
+/// A T for each of `count`, in memory of the thread.
+template <class T>
+static T* product_scratch(Slot slot, int64_t count) {
+  return static_cast<T*>(thread_scratch(slot, static_cast<size_t>(count) * sizeof(T)));
 }
 
-/// At most PRODUCT_M rows by PRODUCT_K; every thread of a team calls it.
-static void product_block(const Operand& a, const Operand& b, int64_t threads, uint32_t* packed, const ProductTile& c) {
-  const int64_t pairs = blocks_of(a.depth, 2);
-  const int64_t a_panels = blocks_of(a.lanes, PRODUCT_ROWS), b_panels = blocks_of(b.lanes, PRODUCT_COLUMNS);
-  // where columns are few, several tasks share a panel of B, and each packs it for itself
-  const int64_t groups = smaller(a_panels, blocks_of(4 * threads, b_panels));
-#pragma omp for schedule(static)
-  for (int64_t p = 0; p < a_panels; ++p) {
-    const int64_t lane = p * PRODUCT_ROWS;
-    pack<PRODUCT_ROWS>(a.part(lane, 0, a.lanes - lane, a.depth), packed + lane * pairs);
-  }
-  auto* own = static_cast<uint32_t*>(thread_scratch(Slot::block, PRODUCT_K / 2 * PRODUCT_COLUMNS * sizeof(uint32_t)));
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t task = 0; task < b_panels * groups; ++task) {
-    const int64_t lane = task / groups * PRODUCT_COLUMNS, group = task % groups;
-    const int64_t first = a_panels * group / groups * PRODUCT_ROWS;
-    const int64_t end = smaller(a.lanes, a_panels * (group + 1) / groups * PRODUCT_ROWS);
-    pack<PRODUCT_COLUMNS>(b.part(lane, 0, b.lanes - lane, b.depth), own);
-    if (a.depth_stride == 1) fetch_share(a.part(0, a.depth, a.lanes, a.depth), a.lanes, task, b_panels * groups);
-    const int64_t next = smaller(lane + blocks_of(threads, groups) * PRODUCT_COLUMNS, b.lanes);  // of this thread, more or less
-    product_panel(pairs, packed + first * pairs, end - first, own, b.part(next, 0, b.lanes - next, b.depth),
-                  {c.out + first * c.stride + lane, c.stride, 0, b.lanes - lane, c.add});
-  }
+/// The size of the largest of some equal parts of n, in whole units.
+FPG_FN int64_t part_of(int64_t n, int64_t parts, int64_t unit) { return blocks_of(larger(1, blocks_of(n, unit)), parts) * unit; }
+
+/// A part of C, by one thread.
+static void product_part(const Operand& a, const Operand& b, const ProductOut& out, int64_t top, int64_t left) {
+  auto* a_packed = product_scratch<uint32_t>(Slot::packed, PRODUCT_M * PRODUCT_K / 2);
+  auto* b_packed = product_scratch<uint32_t>(Slot::block, PRODUCT_K / 2 * PRODUCT_COLUMNS);
+  const bool rounds = out.dtype == DType::bf16;
+  auto* sums = rounds ? product_scratch<float>(Slot::sums, PRODUCT_M * PRODUCT_N) : nullptr;
+  const int64_t rows = part_of(a.lanes, larger(1, blocks_of(a.lanes, PRODUCT_M)), PRODUCT_ROWS);
+  const int64_t columns = a.depth > PRODUCT_K ? PRODUCT_N : larger(1, b.lanes);
+  for (int64_t i = 0; i < a.lanes; i += rows)
+    for (int64_t j = 0; j < b.lanes; j += columns) {
+      const int64_t height = smaller(rows, a.lanes - i), width = smaller(columns, b.lanes - j);
+      const int64_t at = (top + i) * out.stride + left + j;
+      const ProductTile c = rounds ? ProductTile{sums, PRODUCT_N, static_cast<uint16_t*>(out.data) + at, out.stride, height, width, false}
+                                   : ProductTile{static_cast<float*>(out.data) + at, out.stride, nullptr, 0, height, width, out.add};
+      product_block(a.part(i, 0, height, a.depth), b.part(j, 0, width, b.depth), a_packed, b_packed, c);
+    }
 }
 
-/// Blocks of columns, of rows and of k, each by the whole team.
-static void multiply(int threads, const Operand& a, const Operand& b, float* out, int64_t stride, bool add) {
-  const int64_t panels = blocks_of(a.lanes, PRODUCT_ROWS), blocks = larger(1, blocks_of(a.lanes, PRODUCT_M));
-  const int64_t each = blocks_of(panels, blocks) * PRODUCT_ROWS, wide = a.depth > PRODUCT_K ? PRODUCT_N : larger(1, b.lanes);
-  auto* packed = static_cast<uint32_t*>(thread_scratch(Slot::packed, PRODUCT_M * PRODUCT_K / 2 * sizeof(uint32_t)));
-#pragma omp parallel num_threads(threads)
-  for (int64_t left = 0; left < b.lanes; left += wide)
-    for (int64_t top = 0; top < a.lanes; top += each)
-      for (int64_t k = 0; k == 0 || k < a.depth; k += PRODUCT_K) {
-        const int64_t rows = smaller(each, a.lanes - top), columns = smaller(wide, b.lanes - left);
-        const int64_t depth = smaller(PRODUCT_K, a.depth - k);
-        product_block(a.part(top, k, rows, depth), b.part(left, k, columns, depth), threads, packed,
-                      {out + top * stride + left, stride, 0, 0, add || k > 0});
-      }
+/// Into how many parts the rows are cut, that each of the threads has the shortest sides: what it packs.
+static int64_t parts_of_rows(int64_t m, int64_t n, int64_t threads) {
+  int64_t best = 1;
+  for (int64_t r = 2; r <= threads; ++r)
+    if (threads % r == 0 && m / r + n * r / threads < m / best + n * best / threads) best = r;
+  return best;
+}
+
+static void multiply(int threads, const Operand& a, const Operand& b, const ProductOut& out) {
+  const int64_t down = parts_of_rows(a.lanes, b.lanes, threads), across = threads / down;
+  const int64_t rows = part_of(a.lanes, down, PRODUCT_ROWS), columns = part_of(b.lanes, across, PRODUCT_COLUMNS);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t part = 0; part < threads; ++part) {
+    const int64_t top = smaller(a.lanes, part / across * rows), left = smaller(b.lanes, part % across * columns);
+    product_part(a.part(top, 0, smaller(rows, a.lanes - top), a.depth), b.part(left, 0, smaller(columns, b.lanes - left), b.depth),
+                 out, top, left);
+  }
 }
 
 constexpr Product* PRODUCT = multiply;

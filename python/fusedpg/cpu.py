@@ -216,15 +216,28 @@ def want_huge_pages(fresh: Tensor) -> Tensor:
     return fresh
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, keep: Tensor | None = None) -> None:
     """fp32 `out` = a @ b, or += a @ b, of bf16 operands; one in fp32 is rounded to bf16 as it is read.
 
-    A row of `out` has the same bits whatever rows and columns come with it.
+    `out` in bf16 is the sum rounded once; nothing can be added to it. A row of `out` has the same bits whatever rows and
+    columns come with it. With `keep` (int64), a[keep] @ b, or a[:, keep] @ b where `a` is the transpose of a matrix whose
+    rows are contiguous: only the rows of memory that it names are read.
     """
-    assert out.dtype == torch.float32
+    assert out.dtype == torch.float32 or (out.dtype == torch.bfloat16 and not add)
     assert out.stride(1) == 1
-    left, right = _operand(a), _operand(b.t())
-    _core().product(_threads(a.numel() * b.shape[1]), left[1], right[1], out.data_ptr(), out.stride(0), add)
+    (left, (dtype, data, *sizes, lane_stride, depth_stride)), right = _operand(a), _operand(b.t())
+    if keep is not None:
+        assert left is a
+        assert keep.dtype == torch.int64
+        assert keep.is_contiguous()
+        sizes[0 if depth_stride == 1 else 1] = keep.numel()
+    _core().product(
+        _threads(sizes[0] * sizes[1] * b.shape[1]),
+        (dtype, data, *sizes, lane_stride, depth_stride),
+        _address(keep),
+        right[1],
+        (_DTYPES[out.dtype], out.data_ptr(), out.stride(0), add),
+    )
 
 
 # ------------------------------------------------------------------ tensors as the core takes them

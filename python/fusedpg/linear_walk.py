@@ -78,6 +78,8 @@ class LinearWalk:
         device, compute, self._operands = head.hidden.device, head.compute, head.operands
         self._step = plan.rows if device.type == "cpu" else ACCELERATOR_GRANULE
         self._granule = GRANULE if device.type == "cpu" else ACCELERATOR_GRANULE
+        # a product that reads fp32 and rounds it, from the rows that it is told
+        self._packs = device.type == "cpu" and self._operands != compute
         self._block = min(CAST_COLUMNS if device.type == "cpu" else ACCELERATOR_COLUMNS, plan.columns)
         stride = row_stride(self.vocab) if plan.columns == self.vocab else plan.columns
         width = -(-self.width // COLUMNS) * COLUMNS
@@ -141,17 +143,17 @@ class LinearWalk:
         `keep` are the rows of the tile that have a gradient, None for all of them.
         """
         x = x[: gradient.shape[0]] if keep is None else x.index_select(0, keep)
-        gathers = keep is not None or self._operands != gradient.dtype
-        step = min(self.plan.cast_columns or self._block, self._block) if gathers else self.plan.cast_columns
+        copies = not self._packs and (keep is not None or self._operands != gradient.dtype)
+        step = min(self.plan.cast_columns or self._block, self._block) if copies else self.plan.cast_columns
         for lo, hi in _ranges(begin, end, step):
-            g = gradient[:, lo - begin : hi - begin]
-            g = self._gather(g, keep) if gathers else g
+            g, left = gradient[:, lo - begin : hi - begin], keep
+            if not self._packs:
+                g, left = self._gather(g, keep), None
             weight.add_bias(g, lo, hi)
-            if g.device.type != "cpu":  # where the product rounds as it reads
-                g = g.to(self._operands)
+            g = g if self._packs else g.to(self._operands)
             if hidden is not None:
-                product(g, self._weight(lo, hi), hidden, add=lo > begin)
-            weight.add(g, x, lo, hi)
+                product(g, self._weight(lo, hi), hidden, add=lo > begin, keep=left)
+            weight.add(g, x, lo, hi, left)
 
     def _gather(self, g: Tensor, keep: Tensor | None) -> Tensor:
         """Some rows of a gradient's columns, contiguous."""
@@ -175,15 +177,18 @@ class HeadGradient:
         self._written = False
         self._wide: Tensor | None = None
 
-    def add(self, g: Tensor, x: Tensor, lo: int, hi: int) -> None:
-        """The product of a chunk over columns [lo, hi)."""
+    def add(self, g: Tensor, x: Tensor, lo: int, hi: int, keep: Tensor | None = None) -> None:
+        """The product of a chunk over columns [lo, hi); `keep` are the rows of `g` that `x` has."""
         if self.weight is None:
             return
         into = self.weight[lo - self.begin : hi - self.begin]
         if into.dtype == self.compute:
-            product(g.t(), x, into, add=self._written)
+            product(g.t(), x, into, add=self._written, keep=keep)
             return
         assert not self._written
+        if x.dtype == into.dtype and into.device.type == "cpu":
+            product(g.t(), x, into, keep=keep)
+            return
         if self._wide is None:
             self._wide = torch.empty(hi - lo, into.shape[1], dtype=self.compute, device=into.device)
         wide = self._wide[: hi - lo]
@@ -212,15 +217,19 @@ class HeadGradient:
                     tensor.zero_()
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """out = a @ b, or out += a @ b, in the dtype of `out` whatever that of the operands."""
+def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, keep: Tensor | None = None) -> None:
+    """out = a @ b, or out += a @ b, in the dtype of `out` whatever that of the operands.
+
+    `keep`, on CPUs with 16-bit products only, are the rows (of a transposed `a` the columns) that take part.
+    """
     if a.dtype == b.dtype == out.dtype:
+        assert keep is None
         if add:
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
     elif out.device.type == "cpu":
-        dispatch.native("cpu").product(a, b, out, add=add)
+        dispatch.native("cpu").product(a, b, out, add=add, keep=keep)
     elif add:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
