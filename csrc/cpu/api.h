@@ -73,14 +73,15 @@ struct Operand {
   const int64_t* order;
   FPG_MEMBER bool along() const { return depth_stride == 1; }
   FPG_MEMBER int64_t stride() const { return along() ? lane_stride : depth_stride; }
-  /// The row of memory of a lane, or of a value of k where lanes follow each other.
-  FPG_MEMBER const char* row(int64_t i) const {
-    return static_cast<const char*>(data) + (order ? order[i] : i) * stride() * size_of(dtype);
-  }
   FPG_MEMBER Operand part(int64_t lane, int64_t k, int64_t some_lanes, int64_t some_depth) const {
     const int64_t rows = along() ? lane : k, values = along() ? k : lane;
     const int64_t skipped = (values + (order ? 0 : rows * stride())) * size_of(dtype);
-    return {dtype, static_cast<const char*>(data) + skipped, some_lanes, some_depth, lane_stride, depth_stride,
+    return {dtype,
+            static_cast<const char*>(data) + skipped,
+            some_lanes,
+            some_depth,
+            lane_stride,
+            depth_stride,
             order ? order + rows : nullptr};
   }
 };

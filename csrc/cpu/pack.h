@@ -52,16 +52,28 @@ FPG_FN void transpose(__m512i (&r)[16]) {
   FPG_UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
+/// The rows of memory of an operand: lanes, or values of k where lanes follow each other.
+template <class S>
+struct OperandRows {
+  const S* data;
+  int64_t stride;
+  const int64_t* order;
+  explicit FPG_INLINE OperandRows(const Operand& o) : data(static_cast<const S*>(o.data)), stride(o.stride()), order(o.order) {}
+  FPG_INLINE const S* operator[](int64_t i) const { return data + (order ? order[i] : i) * stride; }
+};
+
 /// Lanes whose values follow each other in k: squares of 16 lanes by 16 pairs, turned.
 template <int64_t PANEL, class S>
 static void pack_along(const Operand& o, uint32_t* out) {
+  const OperandRows<S> rows(o);
   const S* lane[PANEL];
-  for (int64_t i = 0; i < smaller(PANEL, o.lanes); ++i) lane[i] = reinterpret_cast<const S*>(o.row(i));
+  const int64_t lanes = smaller(PANEL, o.lanes);
+  for (int64_t i = 0; i < lanes; ++i) lane[i] = rows[i];
   for (int64_t k = 0; k < o.depth; k += 32)
     for (int64_t first = 0; first < PANEL; first += 16) {
       __m512i square[16];
       FPG_UNROLL for (int i = 0; i < 16; ++i) square[i] =
-          first + i < smaller(PANEL, o.lanes) ? pairs_along(lane[first + i] + k, o.depth - k) : _mm512_setzero_si512();
+          first + i < lanes ? pairs_along(lane[first + i] + k, o.depth - k) : _mm512_setzero_si512();
       transpose(square);
       const __mmask16 inside = first_lanes(PANEL - first);
       FPG_UNROLL for (int i = 0; i < 16; ++i) if (k + 2 * i < o.depth)
@@ -72,9 +84,9 @@ static void pack_along(const Operand& o, uint32_t* out) {
 /// Lanes that follow each other in memory: two rows of them make a row of pairs.
 template <int64_t PANEL, class S>
 static void pack_across(const Operand& o, uint32_t* out) {
+  const OperandRows<S> rows(o);
   for (int64_t k = 0; k < o.depth; k += 2) {
-    const S* even = reinterpret_cast<const S*>(o.row(k));
-    const S* odd = k + 1 < o.depth ? reinterpret_cast<const S*>(o.row(k + 1)) : nullptr;
+    const S *even = rows[k], *odd = k + 1 < o.depth ? rows[k + 1] : nullptr;
     for (int64_t first = 0; first < PANEL; first += 16) {
       const __m512i low = low_halves(even + first, o.lanes - first);
       const __m512i high = odd ? low_halves(odd + first, o.lanes - first) : _mm512_setzero_si512();
@@ -95,12 +107,21 @@ static void pack(const Operand& o, uint32_t* out) {
   (o.dtype == DType::bf16 ? pack_as<PANEL, uint16_t> : pack_as<PANEL, float>)(o, out);
 }
 
+/// Brings a line of memory into the second cache; the first one is full of packed operands.
+FPG_FN void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+template <class S>
+FPG_FN void fetch_rows(const Operand& o, int64_t begin, int64_t end, int64_t count) {
+  const OperandRows<S> rows(o);
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t at = 0; at < count; at += 64 / static_cast<int64_t>(sizeof(S))) fetch(rows[row] + at);
+}
+
 /// Brings one of `shares` parts of the memory of `most` lanes nearer; a hint, which may name memory that is not there.
 FPG_FN void fetch_share(const Operand& o, int64_t most, int64_t share, int64_t shares) {
-  const int64_t lanes = smaller(most, o.lanes);
-  const int64_t rows = o.along() ? lanes : o.depth, bytes = (o.along() ? o.depth : lanes) * size_of(o.dtype);
-  for (int64_t row = rows * share / shares; row < rows * (share + 1) / shares; ++row)
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(o.row(row) + at, 0, 2);
+  const int64_t lanes = smaller(most, o.lanes), rows = o.along() ? lanes : o.depth, count = o.along() ? o.depth : lanes;
+  (o.dtype == DType::bf16 ? fetch_rows<uint16_t> : fetch_rows<float>)(o, rows * share / shares, rows * (share + 1) / shares,
+                                                                      count);
 }
 
 #endif

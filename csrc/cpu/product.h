@@ -26,18 +26,24 @@ struct ProductTile {
   int64_t rounded_stride, rows, columns;
   bool add;
   FPG_INLINE ProductTile at(int64_t row, int64_t column) const {
-    return {sums + row * stride + column, stride, rounded ? rounded + row * rounded_stride + column : nullptr,
-            rounded_stride, rows - row, columns - column, add};
+    return {sums + row * stride + column,
+            stride,
+            rounded ? rounded + row * rounded_stride + column : nullptr,
+            rounded_stride,
+            rows - row,
+            columns - column,
+            add};
   }
 };
 
 /// The memory that a tile's result goes to comes nearer while it is computed.
 FPG_FN void fetch_tile(const ProductTile& c) {
-  for (int64_t r = 0; r < smaller(c.rows, PRODUCT_ROWS); ++r) {
-    if (c.rounded) prefetch(c.rounded + r * c.rounded_stride);
+  FPG_UNROLL for (int r = 0; r < PRODUCT_ROWS; ++r) {
+    if (r >= c.rows) break;
+    if (c.rounded) fetch(c.rounded + r * c.rounded_stride);
     if (c.rounded && !c.add) continue;
-    prefetch(c.sums + r * c.stride);
-    prefetch(c.sums + r * c.stride + 16);
+    fetch(c.sums + r * c.stride);
+    fetch(c.sums + r * c.stride + 16);
   }
 }
 
@@ -101,7 +107,9 @@ static T* product_scratch(Slot slot, int64_t count) {
 }
 
 /// The size of the largest of some equal parts of n, in whole units.
-FPG_FN int64_t part_of(int64_t n, int64_t parts, int64_t unit) { return blocks_of(larger(1, blocks_of(n, unit)), parts) * unit; }
+FPG_FN int64_t part_of(int64_t n, int64_t parts, int64_t unit) {
+  return blocks_of(larger(1, blocks_of(n, unit)), parts) * unit;
+}
 
 /// A part of C, by one thread.
 static void product_part(const Operand& a, const Operand& b, const ProductOut& out, int64_t top, int64_t left) {
@@ -115,8 +123,9 @@ static void product_part(const Operand& a, const Operand& b, const ProductOut& o
     for (int64_t j = 0; j < b.lanes; j += columns) {
       const int64_t height = smaller(rows, a.lanes - i), width = smaller(columns, b.lanes - j);
       const int64_t at = (top + i) * out.stride + left + j;
-      const ProductTile c = rounds ? ProductTile{sums, PRODUCT_N, static_cast<uint16_t*>(out.data) + at, out.stride, height, width, false}
-                                   : ProductTile{static_cast<float*>(out.data) + at, out.stride, nullptr, 0, height, width, out.add};
+      const ProductTile c =
+          rounds ? ProductTile{sums, PRODUCT_N, static_cast<uint16_t*>(out.data) + at, out.stride, height, width, false}
+                 : ProductTile{static_cast<float*>(out.data) + at, out.stride, nullptr, 0, height, width, out.add};
       product_block(a.part(i, 0, height, a.depth), b.part(j, 0, width, b.depth), a_packed, b_packed, c);
     }
 }
@@ -135,8 +144,8 @@ static void multiply(int threads, const Operand& a, const Operand& b, const Prod
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < threads; ++part) {
     const int64_t top = smaller(a.lanes, part / across * rows), left = smaller(b.lanes, part % across * columns);
-    product_part(a.part(top, 0, smaller(rows, a.lanes - top), a.depth), b.part(left, 0, smaller(columns, b.lanes - left), b.depth),
-                 out, top, left);
+    product_part(a.part(top, 0, smaller(rows, a.lanes - top), a.depth),
+                 b.part(left, 0, smaller(columns, b.lanes - left), b.depth), out, top, left);
   }
 }
 

@@ -219,9 +219,9 @@ def want_huge_pages(fresh: Tensor) -> Tensor:
 def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, keep: Tensor | None = None) -> None:
     """fp32 `out` = a @ b, or += a @ b, of bf16 operands; one in fp32 is rounded to bf16 as it is read.
 
-    `out` in bf16 is the sum rounded once; nothing can be added to it. A row of `out` has the same bits whatever rows and
-    columns come with it. With `keep` (int64), a[keep] @ b, or a[:, keep] @ b where `a` is the transpose of a matrix whose
-    rows are contiguous: only the rows of memory that it names are read.
+    `out` in bf16 is the sum rounded once; nothing can be added to it. A row of `out` has the same bits whatever rows
+    and columns come with it. With `keep` (int64) it is a[keep] @ b, or a[:, keep] @ b where `a` is a transposed view:
+    of the rows in memory only those are read.
     """
     assert out.dtype == torch.float32 or (out.dtype == torch.bfloat16 and not add)
     assert out.stride(1) == 1

@@ -76,6 +76,7 @@ class LinearShape:
         accumulate: whether the weight's gradient needs a sum in the compute dtype before it is stored.
         gradient: whether there is a gradient at all.
         granule: rows of a product, or what they are a multiple of.
+        packs: whether the products themselves pick the gradient's rows and round them, so that none is gathered.
     """
 
     vocab: int
@@ -85,6 +86,7 @@ class LinearShape:
     accumulate: bool = False
     gradient: bool = True
     granule: int = GRANULE
+    packs: bool = False
 
     @property
     def stride(self) -> int:
@@ -149,7 +151,7 @@ def whole_rows_workspace(shape: LinearShape) -> int:
 
 def _bytes(shape: LinearShape, rows: int, columns: int, cast_columns: int) -> int:
     """Tile, the chunk's hidden states and their gradient, the cast block of the weight, the gathered block."""
-    gathered = rows * min(columns, shape.block) if shape.gradient else 0
+    gathered = rows * min(columns, shape.block) if shape.gradient and not shape.packs else 0
     hidden = rows * shape.width * (2 if shape.gradient else 1)
     return shape.itemsize * (rows * columns + hidden + gathered + cast_columns * shape.width)
 

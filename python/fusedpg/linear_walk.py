@@ -55,6 +55,11 @@ class Head:
             return self.compute
         return dtype
 
+    @property
+    def packs(self) -> bool:
+        """Whether the products are the C++ core's: they pick the gradient's rows and round them as they read."""
+        return self.hidden.device.type == "cpu" and self.operands != self.compute
+
     def shape(self, gradient: bool, weight_gradient: bool) -> LinearShape:
         """What the planner needs to know."""
         vocab, width = self.weight.shape
@@ -66,6 +71,7 @@ class Head:
             accumulate=weight_gradient and self.weight.dtype != self.compute,
             gradient=gradient,
             granule=GRANULE if self.hidden.device.type == "cpu" else ACCELERATOR_GRANULE,
+            packs=self.packs,
         )
 
 
@@ -78,8 +84,7 @@ class LinearWalk:
         device, compute, self._operands = head.hidden.device, head.compute, head.operands
         self._step = plan.rows if device.type == "cpu" else ACCELERATOR_GRANULE
         self._granule = GRANULE if device.type == "cpu" else ACCELERATOR_GRANULE
-        # a product that reads fp32 and rounds it, from the rows that it is told
-        self._packs = device.type == "cpu" and self._operands != compute
+        self._packs = head.packs
         self._block = min(CAST_COLUMNS if device.type == "cpu" else ACCELERATOR_COLUMNS, plan.columns)
         stride = row_stride(self.vocab) if plan.columns == self.vocab else plan.columns
         width = -(-self.width // COLUMNS) * COLUMNS

@@ -21,9 +21,10 @@ def work(monkeypatch):
     """Multiply-adds of every product, as they come; and the plans that were made."""
     done = type("Work", (), {"products": [], "plans": []})()
 
-    def product(a, b, out, *, add=False, inner=linear_walk.product):
-        done.products.append(a.shape[0] * a.shape[1] * b.shape[1])
-        inner(a, b, out, add=add)
+    def product(a, b, out, *, add=False, keep=None, inner=linear_walk.product):
+        rows = a.shape[0] if keep is None or a.stride(1) != 1 else keep.numel()
+        done.products.append(rows * b.shape[0] * b.shape[1])
+        inner(a, b, out, add=add, keep=keep)
 
     def plan(*args, inner=linear_ops.plan_linear, **kwargs):
         done.plans.append(inner(*args, **kwargs))

@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 needs_product = pytest.mark.skipif(
     "v4bf16" not in cpu.available_isas(), reason="needs a CPU with AVX512-BF16: no other build multiplies bf16"
 )
-#: around the panels of 12 rows and 32 columns, the blocks of 408 rows, 512 of k and 2048 columns, and far from them
+#: around the panels of 12 rows and 32 columns, the blocks of 408 rows, 512 columns and 512 of k, and far from them
 ROWS, COLUMNS, DEPTHS = (1, 7, 12, 13, 200, 409), (1, 16, 33, 500, 2049), (1, 2, 31, 33, 512, 1025)
 SHAPES = [s for s in itertools.product(ROWS, COLUMNS, DEPTHS) if math.prod(s) < 2e7]
 
@@ -49,9 +49,9 @@ def operands(shape: tuple[int, int, int]) -> Iterator[tuple[Tensor, Tensor]]:
         yield matrix(m, k, a_across, dtype, 2 * i), matrix(k, n, b_across, BF16, 2 * i + 1)
 
 
-def fenced(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def fenced(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """(memory of NaN, a view of it with a border of 5 on each side)."""
-    memory = torch.full((rows + 10, columns + 10), torch.nan)
+    memory = torch.full((rows + 10, columns + 10), torch.nan, dtype=dtype)
     return memory, memory[5 : 5 + rows, 5 : 5 + columns]
 
 
@@ -72,8 +72,36 @@ def test_against_fp64(shape: tuple[int, int, int]) -> None:
         before = out.clone()
         cpu.product(a, b, out, add=True)
         assert ((out.double() - before.double() - want).abs() <= budget + F32 * (before.abs() + out.abs())).all()
-        out.fill_(torch.nan)
-        assert memory.isnan().all(), "written beside the result"
+        memory16, out16 = fenced(shape[0], shape[1], BF16)
+        cpu.product(a, b, out16)
+        assert torch.equal(out16, before.to(BF16)), "not the sum rounded once"
+        for fence, view in ((memory, out), (memory16, out16)):
+            view.fill_(torch.nan)
+            assert fence.isnan().all(), "written beside the result"
+
+
+@needs_product
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=lambda s: "x".join(map(str, s)))
+def test_some_rows(shape: tuple[int, int, int]) -> None:
+    """`keep` names rows of memory, in any order and more than once; the others, NaN here, are not read."""
+    g = torch.Generator().manual_seed(0)
+    for a, b in operands(shape):
+        rows = a if a.stride(1) == 1 else a.t()
+        count = len(rows)
+        keep = torch.randint(2 * count, (count,), generator=g)
+        memory = torch.full((2 * count, rows.stride(0)), torch.nan, dtype=a.dtype)
+        some = memory[:, : rows.shape[1]]
+        some[keep] = rows
+        for dtype in (torch.float32, BF16):
+            want, got = (torch.full(shape[:2], torch.nan, dtype=dtype) for _ in range(2))
+            if rows is a:
+                cpu.product(some[keep], b, want)
+                cpu.product(some, b, got, keep=keep)
+            else:
+                cpu.product(some[keep].t(), b, want)
+                cpu.product(some.t(), b, got, keep=keep)
+            assert not want.isnan().any()
+            assert torch.equal(got, want)
 
 
 @needs_product
@@ -85,12 +113,14 @@ def test_a_row_has_the_same_bits_alone_and_on_any_number_of_threads() -> None:
         for row in (0, 11, 12, 407, 408, 419):
             cpu.product(a[row : row + 1], b, one)
             assert torch.equal(one[0], many[row])
-        try:
-            torch.set_num_threads(1 if threads > 1 else 2)
-            cpu.product(a, b, single)
-        finally:
-            torch.set_num_threads(threads)
-        assert torch.equal(single, many)
+        for other in (1, 2, 3, 4, 6, 64):
+            single.fill_(torch.nan)
+            try:
+                torch.set_num_threads(other)
+                cpu.product(a, b, single)
+            finally:
+                torch.set_num_threads(threads)
+            assert torch.equal(single, many)
 
 
 @needs_product
@@ -98,7 +128,7 @@ def test_a_column_has_the_same_bits_alone() -> None:
     for a, b in operands((30, 2100, 600)):
         many, one = torch.empty(30, 2100), torch.empty(30, 1)
         cpu.product(a, b, many)
-        for column in (0, 31, 32, 2047, 2048, 2099):
+        for column in (0, 31, 32, 511, 512, 2099):
             cpu.product(a, b[:, column : column + 1], one)
             assert torch.equal(one[:, 0], many[:, column])
 
@@ -148,9 +178,14 @@ for (m, n, k), dtype in itertools.product(((5, 17, 7), (12, 32, 32), (13, 33, 65
     for a_across, b_across in itertools.product((False, True), (False, True)):
         a = at_the_end(torch.ones((k, m) if a_across else (m, k), dtype=dtype))
         b = at_the_end(torch.ones((k, n) if b_across else (n, k), dtype=torch.bfloat16))
-        out = at_the_end(torch.zeros(m, n))
-        cpu.product(a.t() if a_across else a, b if b_across else b.t(), out)
-        assert (out == k).all()
+        left, right = a.t() if a_across else a, b if b_across else b.t()
+        for stored in (torch.float32, torch.bfloat16):
+            out = at_the_end(torch.zeros(m, n, dtype=stored))
+            cpu.product(left, right, out)
+            assert (out == k).all()
+            last = torch.full((k if a_across else m,), len(a) - 1)
+            cpu.product(left, right, out.fill_(0), keep=last)
+            assert (out == k).all()
 """
 
 
