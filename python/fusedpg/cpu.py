@@ -231,6 +231,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, keep: Tenso
         assert keep.dtype == torch.int64
         assert keep.is_contiguous()
         sizes[0 if depth_stride == 1 else 1] = keep.numel()
+    assert out.shape == (sizes[0], b.shape[1])
     _core().product(
         _threads(sizes[0] * sizes[1] * b.shape[1]),
         (dtype, data, *sizes, lane_stride, depth_stride),
