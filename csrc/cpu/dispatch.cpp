@@ -7,6 +7,11 @@
 #include <new>
 #include <stdexcept>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 namespace fusedpg {
 
 namespace generic {
@@ -104,6 +109,17 @@ void* thread_scratch(Slot slot, size_t bytes) {
     capacity[i] = bytes;
   }
   return memory[i].get();
+}
+
+void map_pages(void* begin, void* end) {
+#if defined(__linux__) && defined(MADV_POPULATE_WRITE)
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(end) / page * page;
+  if (behind > first) (void)madvise(reinterpret_cast<void*>(first), behind - first, MADV_POPULATE_WRITE);
+#else
+  (void)begin, (void)end;
+#endif
 }
 
 void* call_scratch_new(size_t bytes, bool zeroed) {

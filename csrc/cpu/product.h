@@ -74,17 +74,29 @@ static void product_tile(int64_t pairs, const uint32_t* a, const uint32_t* b, co
   }
 }
 
-/// The tiles of one panel of B; between them a share of what the next panel will be packed from is fetched.
-FPG_FN void product_panel(int64_t pairs, const uint32_t* a, const uint32_t* b, const Operand& next, const ProductTile& c) {
+/// What will be packed next, and how far the tiles until then have come: of each a share is fetched between two tiles.
+struct ProductNext {
+  const Operand &a, &b;
+  int64_t panel, panels;
+  FPG_INLINE void fetch(int64_t tile, int64_t tiles) const {
+    fetch_share(b, PRODUCT_COLUMNS, tile, tiles);
+    if (!a.along())
+      fetch_share(a, a.lanes, panel * tiles + tile, panels * tiles);  // the processor itself looks ahead along a row
+  }
+};
+
+/// The tiles of one panel of B.
+FPG_FN void product_panel(int64_t pairs, const uint32_t* a, const uint32_t* b, const ProductNext& next, const ProductTile& c) {
   const int64_t tiles = blocks_of(c.rows, PRODUCT_ROWS);
   for (int64_t i = 0; i < tiles; ++i) {
-    fetch_share(next, PRODUCT_COLUMNS, i, tiles);
+    next.fetch(i, tiles);
     product_tile(pairs, a + i * pairs * PRODUCT_ROWS, b, c.at(i * PRODUCT_ROWS, 0));
   }
 }
 
-/// At most PRODUCT_M rows over all of k.
-static void product_block(const Operand& a, const Operand& b, uint32_t* a_packed, uint32_t* b_packed, const ProductTile& c) {
+/// At most PRODUCT_M rows over all of k; `after` is the A of the block that follows.
+static void product_block(const Operand& a, const Operand& after, const Operand& b, uint32_t* a_packed, uint32_t* b_packed,
+                          const ProductTile& c) {
   for (int64_t k = 0; k == 0 || k < a.depth; k += PRODUCT_K) {
     const int64_t depth = smaller(PRODUCT_K, a.depth - k), pairs = blocks_of(depth, 2);
     for (int64_t lane = 0; lane < a.lanes; lane += PRODUCT_ROWS)
@@ -92,10 +104,14 @@ static void product_block(const Operand& a, const Operand& b, uint32_t* a_packed
     ProductTile tile = c;
     tile.add = c.add || k > 0;
     if (k + PRODUCT_K < a.depth) tile.rounded = nullptr;
+    const int64_t behind = smaller(a.depth, k + PRODUCT_K);
+    const Operand next_a = behind < a.depth ? a.part(0, behind, a.lanes, smaller(PRODUCT_K, a.depth - behind)) : after;
     for (int64_t lane = 0; lane < b.lanes; lane += PRODUCT_COLUMNS) {
       const int64_t next = smaller(lane + PRODUCT_COLUMNS, b.lanes);
       pack<PRODUCT_COLUMNS>(b.part(lane, k, b.lanes - lane, depth), b_packed);
-      product_panel(pairs, a_packed, b_packed, b.part(next, k, b.lanes - next, depth), tile.at(0, lane));
+      const Operand next_b = b.part(next, k, b.lanes - next, depth);
+      product_panel(pairs, a_packed, b_packed, {next_a, next_b, lane / PRODUCT_COLUMNS, blocks_of(b.lanes, PRODUCT_COLUMNS)},
+                    tile.at(0, lane));
     }
   }
 }
@@ -111,22 +127,29 @@ FPG_FN int64_t part_of(int64_t n, int64_t parts, int64_t unit) {
   return blocks_of(larger(1, blocks_of(n, unit)), parts) * unit;
 }
 
+/// The tile of C that begins at a row and a column. Sums that are rounded stay with the thread until they are complete.
+static ProductTile product_begin(const ProductOut& out, int64_t row, int64_t column, int64_t rows, int64_t columns) {
+  const int64_t at = row * out.stride + column;
+  if (out.dtype == DType::f32) return {static_cast<float*>(out.data) + at, out.stride, nullptr, 0, rows, columns, out.add};
+  auto* rounded = static_cast<uint16_t*>(out.data) + at;
+  // what is rounded goes to memory that is new in each call
+  if (column == 0) map_pages(rounded, rounded + rows * out.stride);
+  return {product_scratch<float>(Slot::sums, PRODUCT_M * PRODUCT_N), PRODUCT_N, rounded, out.stride, rows, columns, false};
+}
+
 /// A part of C, by one thread.
 static void product_part(const Operand& a, const Operand& b, const ProductOut& out, int64_t top, int64_t left) {
   auto* a_packed = product_scratch<uint32_t>(Slot::packed, PRODUCT_M * PRODUCT_K / 2);
   auto* b_packed = product_scratch<uint32_t>(Slot::block, PRODUCT_K / 2 * PRODUCT_COLUMNS);
-  const bool rounds = out.dtype == DType::bf16;
-  auto* sums = rounds ? product_scratch<float>(Slot::sums, PRODUCT_M * PRODUCT_N) : nullptr;
   const int64_t rows = part_of(a.lanes, larger(1, blocks_of(a.lanes, PRODUCT_M)), PRODUCT_ROWS);
   const int64_t columns = a.depth > PRODUCT_K ? PRODUCT_N : larger(1, b.lanes);
   for (int64_t i = 0; i < a.lanes; i += rows)
     for (int64_t j = 0; j < b.lanes; j += columns) {
       const int64_t height = smaller(rows, a.lanes - i), width = smaller(columns, b.lanes - j);
-      const int64_t at = (top + i) * out.stride + left + j;
-      const ProductTile c =
-          rounds ? ProductTile{sums, PRODUCT_N, static_cast<uint16_t*>(out.data) + at, out.stride, height, width, false}
-                 : ProductTile{static_cast<float*>(out.data) + at, out.stride, nullptr, 0, height, width, out.add};
-      product_block(a.part(i, 0, height, a.depth), b.part(j, 0, width, b.depth), a_packed, b_packed, c);
+      const int64_t below = j + width < b.lanes ? a.lanes : i + height;
+      const Operand after = a.part(below, 0, smaller(rows, a.lanes - below), smaller(PRODUCT_K, a.depth));
+      product_block(a.part(i, 0, height, a.depth), after, b.part(j, 0, width, b.depth), a_packed, b_packed,
+                    product_begin(out, top + i, left + j, height, width));
     }
 }
 
@@ -134,7 +157,7 @@ static void product_part(const Operand& a, const Operand& b, const ProductOut& o
 static int64_t parts_of_rows(int64_t m, int64_t n, int64_t threads) {
   int64_t best = 1;
   for (int64_t r = 2; r <= threads; ++r)
-    if (threads % r == 0 && m / r + n * r / threads < m / best + n * best / threads) best = r;
+    if (threads % r == 0 && 2 * m / r + n * r / threads < 2 * m / best + n * best / threads) best = r;
   return best;
 }
 

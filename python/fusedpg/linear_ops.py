@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, ops
+from .linear_chunks import idle_last, sequence_lengths, token_chunks, whole_sequences
 from .linear_plan import LinearPlan, Mode, plan_linear
 from .linear_stages import (
     Gradients,
@@ -22,9 +23,6 @@ from .linear_stages import (
     fuse,
     gradient_dtype,
     score,
-    sequence_lengths,
-    token_chunks,
-    whole_sequences,
 )
 from .linear_walk import Head
 from .metrics import NSUMS
@@ -171,7 +169,10 @@ def _loss_kernel(
         gradients = Gradients(head, wanted, keep_fp16=True)
         walk = (spec, constants, mapping, want_entropy, gradients, backend)
         if any(wanted) and plan.mode != Mode.TWO_PASSES:
-            chunks = token_chunks(rows, plan.rows) if lengths is None else whole_sequences(rows, lengths, plan.rows)
+            if lengths is None:
+                chunks = token_chunks(idle_last(rows, streams[STREAMS.index("advantages")]), plan.rows)
+            else:
+                chunks = whole_sequences(rows, lengths, plan.rows)
             stats = fuse(head, plan, targets, chunks, *walk)
         else:
             stats = score(head, plan, targets, rows, mapping, want_entropy, backend)

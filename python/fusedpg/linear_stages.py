@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import dispatch
 from .linear_merge import BlockMerge
-from .linear_plan import LinearPlan, sequence_chunks
+from .linear_plan import LinearPlan
 from .linear_walk import Head, HeadGradient, LinearWalk
 
 
@@ -222,7 +222,8 @@ def fuse(
             spec, tile, targets[chunk], w, scale, streams, cu, *logit_map.of(chunk), want_entropy, tile
         )
         out.put(chunk, result[:4])
-        add_chunk(walk, gradients, block, tile, x, chunk, worth_keeping(result[5], result[6]))
+        count, keep = worth_keeping(result[5], result[6])
+        add_chunk(walk, gradients, block, tile[:, :count], x[:count], chunk[:count], keep)
     gradients.close(block, walk.vocab)
     return out
 
@@ -245,32 +246,12 @@ def add_chunk(
         gradients.put_hidden(kept, d_hidden)
 
 
-def worth_keeping(c: Tensor, e: Tensor) -> Tensor | None:
-    """Rows with a coefficient, None where leaving the others out would not pay for the copy."""
+def worth_keeping(c: Tensor, e: Tensor) -> tuple[int, Tensor | None]:
+    """(n, keep): the first n rows have every coefficient; `keep` of them do, None where a copy would not pay."""
     has = (c != 0) | (e != 0) if e.numel() else c != 0
     rows = has.nonzero().view(-1)
-    return rows if 8 * rows.numel() <= 7 * has.numel() else None
-
-
-def token_chunks(rows: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Rows by the tile, without boundaries."""
-    return ((chunk, None) for chunk in rows.split(size) if chunk.numel())
-
-
-def whole_sequences(rows: Tensor, lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Rows of consecutive whole sequences, with their boundaries among those rows; `lengths` count the wanted rows."""
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    host = ends.tolist()
-    for first, last in sequence_chunks(lengths.tolist(), size):
-        if host[last] > host[first]:
-            yield rows[host[first] : host[last]], ends[first : last + 1] - ends[first]
-
-
-def sequence_lengths(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How many of the rows each sequence has, (S,)."""
-    sequences = cu_seqlens.numel() - 1
-    segment = torch.searchsorted(cu_seqlens, rows, right=True) - 1
-    return torch.bincount(segment, minlength=sequences)
+    count = int(rows[-1]) + 1 if rows.numel() else 0
+    return count, rows if 8 * rows.numel() <= 7 * count else None
 
 
 def _ids(targets: Tensor, chunk: Tensor, begin: int, end: int, whole: bool) -> Tensor:

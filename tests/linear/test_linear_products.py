@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from heads import use_walk
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedpg
-from fusedpg import linear_ops, linear_walk
+from fusedpg import linear_ops, linear_stages, linear_walk
 from fusedpg.linear_plan import Mode
 
 ROWS, WIDTH, VOCAB = 256, 32, 1024
@@ -121,6 +122,45 @@ def test_rows_without_a_coefficient_leave_the_gradient_s_products(workspace, wor
     out = step(TOKEN, *head(), advantages=advantages, workspace_mib=workspace)
     assert out.metrics["active_tokens"] == ROWS / 2
     assert sum(work.products) == UNIT + (2 if workspace is None else 3) * UNIT / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_rows_without_an_advantage_come_last(chunks, dtype, work, monkeypatch):
+    """So the others lie together: nothing is gathered, and a chunk of idle rows enters the forward product alone."""
+    copied, given = [], []
+    monkeypatch.setattr(torch, "index_select", lambda *a, **k: copied.append(a) or pytest.fail("gathered"))
+    inner = linear_walk.product
+    monkeypatch.setattr(
+        linear_walk, "product", lambda *a, keep=None, **k: given.append(keep) or inner(*a, keep=keep, **k)
+    )
+    plan = linear_ops.plan_linear
+    monkeypatch.setattr(linear_ops, "plan_linear", lambda *a, **k: replace(plan(*a, **k), rows=ROWS // chunks))
+    advantages = (torch.arange(ROWS) % 2).float()
+    step(TOKEN, *head(dtype), advantages=advantages)
+    assert given == [None] * (chunks + 2 * max(1, chunks // 2))
+    assert sum(work.products) == 2 * UNIT
+
+
+def test_rows_of_sequences_stay_in_their_order_and_are_gathered(work):
+    sequences = {**ON_SEQUENCES, "sequence_advantages": torch.tensor([1.0, 0.0, 1.0, 0.0])}
+    step(SEQUENCE, *head(), **sequences)
+    assert sum(work.products) == UNIT + 2 * UNIT * 150 / ROWS
+
+
+def test_what_is_worth_keeping():
+    def kept(has):
+        count, keep = linear_stages.worth_keeping(torch.tensor(has, dtype=torch.float32), torch.empty(0))
+        return count, keep if keep is None else keep.tolist()
+
+    assert kept([0, 0]) == (0, [])
+    assert kept([1, 1, 0, 0]) == (2, None)
+    assert kept([0, 1, 0]) == (2, [1])
+    assert kept([1] * 7 + [0, 1]) == (9, None)
+    assert kept([1] * 6 + [0, 1]) == (8, [0, 1, 2, 3, 4, 5, 7])
+    both = linear_stages.worth_keeping(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 2.0, 0.0]))
+    assert both[0] == 3
+    assert both[1].tolist() == [1, 2]
 
 
 def test_no_products_for_no_rows(work):
