@@ -170,6 +170,16 @@ def test_measure_restores_the_inputs_before_every_run_and_rotates():
     assert [len(row.samples) for row in rows] == [2, 2, 0]
 
 
+def test_ours_runs_once_more_before_the_rounds_in_which_the_others_do_not():
+    """The run that measures its memory has lost what calls keep for the next one."""
+    log = []
+    contenders = [Contender(name, lambda name=name: log.append(name) or Outcome(), ours=name == "b") for name in "abc"]
+    rows = measure(contenders, lambda: log.append("prepare"), 1, CPU)
+    assert log[::2] == ["prepare"] * (len(log) // 2)
+    assert log[1::2] == ["a", "a", "b", "b", "c", "c", "b", "a", "b", "c"]
+    assert [len(row.samples) for row in rows] == [1, 1, 1]
+
+
 def test_a_slow_row_takes_part_in_fewer_rounds_evenly(monkeypatch):
     assert timing.runs_of(0.1, 9) == 9
     assert timing.runs_of(1.0, 9) == 3  # of 3 seconds

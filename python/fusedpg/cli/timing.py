@@ -115,7 +115,8 @@ def measure(
 
     `prepare` restores the inputs outside the timed region, before every run of every contender. A slow contender sits
     some rounds out, evenly over the whole (`plays`), and the run that measures its memory is timed too, unless it is
-    ours and has lost the memory that it keeps. `tick` is told of each finished run, or of its absence.
+    ours: that run has lost the memory that calls keep for the next one, so ours also run once more before the rounds.
+    `tick` is told of each finished run, or of its absence.
     """
     rows, turns = [], []
     for contender in contenders:
@@ -132,6 +133,10 @@ def measure(
                 runs -= 1
             turns.append((contender, row, runs))
         tick(f"checked {contender.name}")
+    for contender, _, _ in turns:
+        if contender.ours:
+            prepare()
+            contender.run()
     for number in range(rounds):
         shift = number % max(1, len(turns))
         for contender, row, runs in turns[shift:] + turns[:shift]:
