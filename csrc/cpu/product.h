@@ -133,7 +133,7 @@ static ProductTile product_begin(const ProductOut& out, int64_t row, int64_t col
   if (out.dtype == DType::f32) return {static_cast<float*>(out.data) + at, out.stride, nullptr, 0, rows, columns, out.add};
   auto* rounded = static_cast<uint16_t*>(out.data) + at;
   // what is rounded goes to memory that is new in each call
-  if (column == 0) map_pages(rounded, rounded + rows * out.stride);
+  if (column == 0) map_pages(rounded, rounded + (rows - 1) * out.stride + columns);
   return {product_scratch<float>(Slot::sums, PRODUCT_M * PRODUCT_N), PRODUCT_N, rounded, out.stride, rows, columns, false};
 }
 
