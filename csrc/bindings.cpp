@@ -2,9 +2,6 @@
 // from checked tensors; nothing here knows torch. Every call releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <array>
 #include <stdexcept>
@@ -121,15 +118,7 @@ const double* checked(const std::vector<double>& spec, const Tokens& t) {
 }
 
 /// Big fresh memory is mapped in huge pages: faulting it in 4 KB steps costs more than writing it.
-void want_huge_pages(Address data, uintptr_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t page = uintptr_t(2) << 20, first = (data + page - 1) / page * page, end = data + bytes;
-  if (data && end >= first + page)
-    (void)madvise(reinterpret_cast<void*>(first), (end - first) / page * page, MADV_HUGEPAGE);  // only a hint
-#else
-  (void)data, (void)bytes;
-#endif
-}
+void want_huge_pages(Address data, uintptr_t bytes) { huge_pages(data, data + bytes); }
 void want_huge_pages(const void* data, int64_t values, DType dtype) {
   want_huge_pages(reinterpret_cast<Address>(data), static_cast<uintptr_t>(values * size_of(dtype)));
 }

@@ -85,6 +85,14 @@ void* aligned(size_t bytes) {
   return p;
 }
 
+#if defined(__linux__)
+/// Tells the system something of the whole pages between two addresses; it may refuse.
+void advise(uintptr_t begin, uintptr_t end, uintptr_t page, int advice) {
+  const uintptr_t first = (begin + page - 1) / page * page, behind = end / page * page;
+  if (begin && behind > first) (void)madvise(reinterpret_cast<void*>(first), behind - first, advice);
+}
+#endif
+
 }  // namespace
 
 std::vector<std::string> available_isas() {
@@ -111,12 +119,18 @@ void* thread_scratch(Slot slot, size_t bytes) {
   return memory[i].get();
 }
 
+void huge_pages(uintptr_t begin, uintptr_t end) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  advise(begin, end, uintptr_t(2) << 20, MADV_HUGEPAGE);
+#else
+  (void)begin, (void)end;
+#endif
+}
+
 void map_pages(void* begin, void* end) {
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
-  const uintptr_t behind = reinterpret_cast<uintptr_t>(end) / page * page;
-  if (behind > first) (void)madvise(reinterpret_cast<void*>(first), behind - first, MADV_POPULATE_WRITE);
+  advise(reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(end), page, MADV_POPULATE_WRITE);
 #else
   (void)begin, (void)end;
 #endif

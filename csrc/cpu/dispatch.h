@@ -14,4 +14,7 @@ std::vector<std::string> available_isas();
 std::string chosen_isa();
 const Kernels& chosen_kernels();
 
+/// Asks for huge pages between two addresses, whose memory has not been touched yet; a hint.
+void huge_pages(uintptr_t begin, uintptr_t end);
+
 }  // namespace fusedpg

@@ -187,12 +187,10 @@ class HeadGradient:
         if self.weight is None:
             return
         into = self.weight[lo - self.begin : hi - self.begin]
-        if into.dtype == self.compute:
+        assert into.dtype == self.compute or not self._written
+        # in the operands' own dtype the core's product stores its sums rounded
+        if into.dtype == self.compute or (into.dtype == x.dtype and into.device.type == "cpu"):
             product(g.t(), x, into, add=self._written, keep=keep)
-            return
-        assert not self._written
-        if x.dtype == into.dtype and into.device.type == "cpu":
-            product(g.t(), x, into, keep=keep)
             return
         if self._wide is None:
             self._wide = torch.empty(hi - lo, into.shape[1], dtype=self.compute, device=into.device)

@@ -128,8 +128,8 @@ def test_rows_without_a_coefficient_leave_the_gradient_s_products(workspace, wor
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_rows_without_an_advantage_come_last(chunks, dtype, work, monkeypatch):
     """So the others lie together: nothing is gathered, and a chunk of idle rows enters the forward product alone."""
-    copied, given = [], []
-    monkeypatch.setattr(torch, "index_select", lambda *a, **k: copied.append(a) or pytest.fail("gathered"))
+    given = []
+    monkeypatch.setattr(torch, "index_select", lambda *a, **k: pytest.fail("gathered"))
     inner = linear_walk.product
     monkeypatch.setattr(
         linear_walk, "product", lambda *a, keep=None, **k: given.append(keep) or inner(*a, keep=keep, **k)
