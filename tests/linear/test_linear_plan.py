@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from fusedpg import LinearShape, plan_linear
 from fusedpg.linear_plan import (
     ACCELERATOR_GRANULE,
+    CAST_COLUMNS,
     COLUMNS,
     GRANULE,
     LEAST_ROWS,
     MIB,
     MOST_ROWS,
     Mode,
+    row_stride,
     sequence_chunks,
 )
 
@@ -81,6 +83,13 @@ def test_a_narrower_weight_is_cast_in_blocks_and_its_gradient_summed_aside():
     blocks = plan_linear(LinearShape(151936, 4096, cast=True, accumulate=True), 64 * MIB)
     assert blocks.accumulator == blocks.columns * 4096 * 4  # one block's at a time
     assert blocks.cast_columns == blocks.columns
+
+
+def test_products_that_pick_rows_need_no_block_to_gather_them_in():
+    gathers, packs = (plan_linear(LinearShape(32768, 64, packs=packs), 64 * MIB) for packs in (False, True))
+    each = 4 * (row_stride(32768) + 2 * 64)  # of a row: its logits, hidden states and their gradient
+    assert packs.workspace == packs.rows * each
+    assert gathers.workspace == gathers.rows * (each + 4 * CAST_COLUMNS)
 
 
 def test_an_accelerator_s_products_have_whole_granules():

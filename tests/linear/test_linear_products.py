@@ -10,7 +10,7 @@ from heads import use_walk
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedpg
-from fusedpg import linear_ops, linear_stages, linear_walk
+from fusedpg import cpu, linear_ops, linear_stages, linear_walk
 from fusedpg.linear_plan import Mode
 
 ROWS, WIDTH, VOCAB = 256, 32, 1024
@@ -140,6 +140,17 @@ def test_rows_without_an_advantage_come_last(chunks, dtype, work, monkeypatch):
     step(TOKEN, *head(dtype), advantages=advantages)
     assert given == [None] * (chunks + 2 * max(1, chunks // 2))
     assert sum(work.products) == 2 * UNIT
+
+
+@pytest.mark.skipif(not cpu.has_product(), reason="needs a CPU with AVX512-BF16: elsewhere d weight is rounded aside")
+def test_the_core_s_product_writes_d_weight_rounded(monkeypatch):
+    """No fp32 copy of the head's size beside it."""
+    stored, inner = [], linear_walk.product
+    monkeypatch.setattr(
+        linear_walk, "product", lambda a, b, out, **k: stored.append(out.dtype) or inner(a, b, out, **k)
+    )
+    step(TOKEN, *head(torch.bfloat16), advantages=1.0)
+    assert stored == [torch.float32, torch.float32, torch.bfloat16]  # logits, d hidden, d weight
 
 
 def test_rows_of_sequences_stay_in_their_order_and_are_gathered(work):

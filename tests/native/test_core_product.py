@@ -219,6 +219,7 @@ def test_other_builds_refuse_and_cast(isa: str, monkeypatch: pytest.MonkeyPatch)
     assert cpu.has_product() == (isa == "v4bf16")
     assert head.operands == (BF16 if isa == "v4bf16" else torch.float32)
     assert head.shape(gradient=True, weight_gradient=True).cast == (isa != "v4bf16")
+    assert head.shape(gradient=True, weight_gradient=True).packs == (isa == "v4bf16")
     if isa != "v4bf16":
         with pytest.raises(ValueError, match=f"product: the build '{isa}' has no products of bf16"):
             cpu.product(*(torch.zeros(2, 2, dtype=BF16) for _ in range(2)), torch.zeros(2, 2))
